@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import decode_peer, rows, timing
 from benchmarks.rows import Row
-from pallas_lm import check, decode, programs
+from pallas_lm import decode, decode_check, programs
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Params, num_bytes
 from pallas_lm.options import Options
@@ -151,7 +151,7 @@ def _must_hold(subject: Subject, cache: str) -> None:
     run = decode.Run(config, params, options, prompts, 9)
     for _ in run:
         pass
-    for row in check.rows(run, params):
+    for row in decode_check.rows(run, params):
         if not row.held:
             raise ValueError(f"report: the {cache} cache decodes wrongly, nothing is timed: {row}")
 

@@ -113,30 +113,31 @@ def _write[Cache: KVCache](
     if options.parents is not None:
         k = _in_tree(cache, rows.k, options, (change, arrays))
         rows, change, arrays = rows._replace(k=k), None, {}
-    start = cache.lengths
+    end: Array | None = cache.lengths
     new_lengths: Array | None = cache.new_lengths
     owners: Array | None = None
-    from_end = options.starts is None and cache.context is None
-    if not from_end:
-        rows, owners, start, change = _placed(cache, rows, options.starts, (change, arrays))
-        new_lengths, arrays = None, arrays if change is not None else {}
+    positions: Array | None = None
+    if options.starts is not None or cache.context is not None:
+        rows, owners, positions, change = _placed(cache, rows, options.starts, (change, arrays))
+        end, new_lengths, arrays = None, None, arrays if change is not None else {}
     inputs = AppendInputs(
         cache.k,
         cache.v,
         rows.k,
         rows.v,
-        start,
+        end,
         new_lengths,
         cache.page_table,
         checks.layer(options.layer, rows.facts.layers),
         cache.k_scale,
         cache.v_scale,
         owners,
+        positions,
         **arrays,
     )
     if not (extended or isinstance(cache.new_lengths, jax.core.Tracer)):
         facts.check_taken(cache, count if options.starts is None else options.starts)
-    new = rows_into(inputs, cache.kind, options.implementation, from_end=from_end, change=change)
+    new = rows_into(inputs, cache.kind, options.implementation, change=change)
     return dataclasses.replace(
         cache, k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale
     )
@@ -336,18 +337,24 @@ def append_kv_arrays(  # noqa: PLR0913
             f"v: expected [M, t, K] = {rows[0].shape[:3]} as in k, got {rows[1].shape[:3]}"
         )
     layers = None if layer is None else (caches[0][0] if separate else caches[0]).shape[0]
+    lengths = checks.integers(
+        "lengths_before",
+        lengths_before,
+        f"int32[{sequences}] (rows held before the append)",
+        (sequences,),
+    )
+    counts = checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence")
+    most = rows[0].shape[1]
+    if counts is None:
+        counts = jnp.full_like(lengths, most)
+    counts = sharding.placed_like(jnp.minimum(counts, most), lengths)
     inputs = AppendInputs(
         caches[0],
         caches[1],
         rows[0],
         rows[1],
-        checks.integers(
-            "lengths_before",
-            lengths_before,
-            f"int32[{sequences}] (rows held before the append)",
-            (sequences,),
-        ),
-        checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
+        lengths + counts,  # an end past int32 is a negative one: the rows have no place
+        counts,
         page_table,
         checks.layer(0 if layer is None else layer, layers),
         *scales,

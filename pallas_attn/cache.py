@@ -31,7 +31,7 @@ so, and decoding that sequence gives NaN.
 On a GPU `create` makes buffers that the kernels can read: head dims are padded to a multiple of 8
 (of a quantised cache, K to 64 and V to 16; with V within K not at all) with columns of zeros that
 no method shows. Capacities and page sizes of a quantised cache are rounded up to a multiple of 4,
-those of one with V within K to 8.
+those of one with V within K to 8; capacities (not page sizes) in FlashMLA's format to 64.
 
 Options of `create`:
 
@@ -719,7 +719,7 @@ class PagedCache(KVCache):
         into_page = jnp.where(granted, fresh, self.pages)
         pools = {name: getattr(cache, name) for name in ("k", "v", "k_scale", "v_scale")}
         copied: dict[str, Any] = {
-            name: _keep.copy_page(pool, from_page, into_page, axes=4 - name.endswith("scale"))
+            name: _copy_page(pool, from_page, into_page, axes=4 - name.endswith("scale"))
             for name, pool in pools.items()
             if pool is not None
         }
@@ -769,3 +769,12 @@ class PagedCache(KVCache):
         if number is not None and not 0 <= number < self.num_sequences:
             raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {number}")
         return jnp.asarray(index, jnp.int32)
+
+
+def _copy_page(pool: Array, source: Array, target: Array, axes: int) -> Array:
+    """Page `target` = page `source`, of a pool whose last `axes` axes begin with the pages; a
+    target outside the pool copies nothing.
+    """
+    page = jnp.take(pool, source, axis=-axes, mode="clip")
+    where = (..., target, *[slice(None)] * (axes - 1))
+    return pool.at[where].set(page, mode="drop")

@@ -119,8 +119,22 @@ def decode_attention(  # noqa: PLR0913
         (2, 8, 64)
     """
     call = DecodeCall(
-        *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),
-        *(rotary, norm, shared_prefixes, prefix, kv_indices, implementation),
+        starts=starts,
+        parents=parents,
+        layer=layer,
+        mask=mask,
+        score=score,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        precision=precision,
+        batch_invariant=batch_invariant,
+        rotary=rotary,
+        norm=norm,
+        shared_prefixes=shared_prefixes,
+        prefix=prefix,
+        kv_indices=kv_indices,
+        implementation=implementation,
     )
     return _attend(q, cache, call)[0]
 
@@ -162,8 +176,22 @@ def decode_attention_with_lse(  # noqa: PLR0913
         [(2, 3, 8, 64), (2, 8, 3)]
     """
     call = DecodeCall(
-        *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),
-        *(rotary, norm, shared_prefixes, prefix, kv_indices, implementation),
+        starts=starts,
+        parents=parents,
+        layer=layer,
+        mask=mask,
+        score=score,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        precision=precision,
+        batch_invariant=batch_invariant,
+        rotary=rotary,
+        norm=norm,
+        shared_prefixes=shared_prefixes,
+        prefix=prefix,
+        kv_indices=kv_indices,
+        implementation=implementation,
     )
     return _attend(q, cache, call)
 

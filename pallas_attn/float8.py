@@ -38,7 +38,7 @@ class QuantizedQKV(NamedTuple):
         return Float8(self.q_scale, self.k_scale, self.v_scale)
 
 
-def quantize_qkv(  # noqa: PLR0913
+def quantize_qkv(
     q: Array,
     k: Array,
     v: Array,

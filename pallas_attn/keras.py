@@ -36,11 +36,11 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
     in training, attention scores and several attention axes are ValueErrors.
     """
 
-    def _compute_attention_mask(self, query, value, attention_mask=None, **masks):  # noqa: D102
+    def _compute_attention_mask(self, query, value, attention_mask=None, **masks):
         window = getattr(self, "_sliding_window", None)
         return _mask(query, value, attention_mask, window, **masks)
 
-    def _compute_attention(  # noqa: D102
+    def _compute_attention(
         self,
         query,
         key,
@@ -63,11 +63,11 @@ class GroupQueryAttention(keras.layers.GroupQueryAttention):
     `MultiHeadAttention` is.
     """
 
-    def _compute_attention_mask(self, query, value, attention_mask=None, **masks):  # noqa: D102
+    def _compute_attention_mask(self, query, value, attention_mask=None, **masks):
         window = getattr(self, "sliding_window", None)
         return _mask(query, value, attention_mask, window, **masks)
 
-    def _compute_attention(  # noqa: D102
+    def _compute_attention(
         self, query, key, value, attention_mask=None, training=None, use_causal_mask=False
     ):
         _refuse(self.dropout, training, self._return_attention_scores)
@@ -77,7 +77,7 @@ class GroupQueryAttention(keras.layers.GroupQueryAttention):
         return attend(query, key, value, attention_mask, None, use_causal_mask, scale=scale), None
 
 
-def _mask(  # noqa: PLR0913
+def _mask(
     query: jax.Array,
     value: jax.Array,
     attention_mask: AnyMask | None,

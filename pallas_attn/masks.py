@@ -316,7 +316,7 @@ def shown_at(
     return rows + np.int32(q_offset), keys
 
 
-def shown(  # noqa: PLR0913
+def shown(
     program: Program,
     aux: tuple[jax.Array, ...],
     where: tuple[np.ndarray, np.ndarray],
@@ -455,7 +455,7 @@ class MaskFunction(Combinable):
         """`aux`, and after it the kinds of blocks, if any."""
         return self.aux if self.kinds is None else (*self.aux, self.kinds)
 
-    def blocks(  # noqa: PLR0913
+    def blocks(
         self,
         q_len: int,
         kv_len: int,
@@ -520,7 +520,7 @@ class MaskFunction(Combinable):
         b, h, q, kv = (x.astype(np.int32) for x in at)
         return np.broadcast_to(np.asarray(self.allows(b, h, q + q_offset, kv)), sizes)
 
-    def show(  # noqa: PLR0913
+    def show(
         self,
         q_len: int,
         kv_len: int,

@@ -200,11 +200,12 @@ def update_kv_pages(  # noqa: PLR0913
         None,
         new[0],
         new[1],
-        position,
+        None,
         None,
         table.pages,
         None,
         owners=owners,
+        positions=position,
     )
     written = rows_into(inputs, "interleaved", implementation).k_cache
     return sharding.placed_like(sharding.reshaped(written, shape), kv_pages)
@@ -282,7 +283,7 @@ def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
     return wide.astype(dtype)
 
 
-def _table(  # noqa: PLR0913
+def _table(
     kv_lens: Array,
     page_indices: Array,
     cu_q_lens: Array,

@@ -40,7 +40,7 @@ class ScoreFunction:
         raise ValueError("score: a score function is neither true nor false; write one function "
                          "that does the work of both")  # fmt: skip
 
-    def show(  # noqa: PLR0913
+    def show(
         self,
         q_len: int,
         kv_len: int,

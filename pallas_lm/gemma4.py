@@ -26,7 +26,7 @@ Rows = int | Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class ExpertsBesideMlp:
     """Experts beside the MLP of each layer (`with_experts`)."""
 
     count: int
@@ -73,7 +73,7 @@ class Gemma4:
     kv_heads: int  # heads of layers without a window
     head_dim: int
     values_are_keys: bool  # such layers make v of k, which was not normalised yet
-    experts: Experts | None = None
+    experts: ExpertsBesideMlp | None = None
     inputs: int = 0  # columns of each layer's own input (`inputs_of`); 0: there is none
     # Last layers, which have no k and v of their own: they read the cache rows of the last layer of
     # their kind before them. Their MLP may be twice as wide.
@@ -165,7 +165,9 @@ def shared_prefixes(
 # ---- experts, and inputs of each layer ----------------------------------------------------------
 
 
-def with_experts(experts: Experts, x: Array, result: Array, weights: Weights, eps: float) -> Array:
+def with_experts(
+    experts: ExpertsBesideMlp, x: Array, result: Array, weights: Weights, eps: float
+) -> Array:
     """`result` of the MLP, with that of the experts for rows x [M, t, D] of the residual stream."""
     rows = x.reshape(-1, x.shape[-1])
     added = in_blocks(lambda rows: _experts(experts, rows, weights, eps), rows).reshape(x.shape)
@@ -173,7 +175,7 @@ def with_experts(experts: Experts, x: Array, result: Array, weights: Weights, ep
     return result + rms_norm(added, weights["experts_post_norm"], eps)
 
 
-def _experts(experts: Experts, x: Array, weights: Weights, eps: float) -> Array:
+def _experts(experts: ExpertsBesideMlp, x: Array, weights: Weights, eps: float) -> Array:
     shares = _shares(experts, x, weights, eps)
     normed = rms_norm(x, weights["experts_norm"], eps)
     inner = jnp.einsum("rd,ecd->rec", normed, weights["experts_gate_up"])
@@ -182,7 +184,7 @@ def _experts(experts: Experts, x: Array, weights: Weights, eps: float) -> Array:
     return jnp.einsum("rec,edc->erd", inner, weights["experts_down"]).sum(axis=0)
 
 
-def _shares(experts: Experts, x: Array, weights: Weights, eps: float) -> Array:
+def _shares(experts: ExpertsBesideMlp, x: Array, weights: Weights, eps: float) -> Array:
     """float32[rows, experts]: the shares of those that are chosen add up to 1, before each is
     multiplied by its expert's factor.
     """

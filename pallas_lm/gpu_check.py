@@ -1,8 +1,8 @@
 """`pallas-attn check`: whether the kernels work on this machine's GPU.
 
-Each case of `parity` runs in a process of its own, under a time limit: a kernel that hangs, or that
-takes its process along, is one row of the table, and the others still run. Several processes
-compile side by side. Then three calls are timed, one after the other, beside cuDNN's.
+Each case of `gpu_check_cases` runs in a process of its own, under a time limit: a kernel that
+hangs, or that takes its process along, is one row of the table, and the others still run. Several
+processes compile side by side. Then three calls are timed, one after the other, beside cuDNN's.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_lm import parity
+from pallas_lm import gpu_check_cases
 
 REPORT = "pallas_attn_check.json"
 SIDE_BY_SIDE = 4  # processes that compile at a time
@@ -84,10 +84,10 @@ def _below(note: str) -> str:
 
 def outcomes(settings: Settings) -> Iterator[Outcome]:
     """The cases, in their order."""
-    jobs = [_process("case", str(n), settings) for n in range(len(parity.CHECKS))]
+    jobs = [_process("case", str(n), settings) for n in range(len(gpu_check_cases.CHECKS))]
     with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         ran = pool.map(lambda job: answer(job, settings.limit), jobs)
-        for check, (row, verdict, note) in zip(parity.CHECKS, ran, strict=True):
+        for check, (row, verdict, note) in zip(gpu_check_cases.CHECKS, ran, strict=True):
             if row is None:
                 yield Outcome(check.operation, check.case, verdict, note=note)
             else:
@@ -150,8 +150,8 @@ def work(argv: Sequence[str]) -> None:
 
 def outcome(number: int, settings: Settings) -> Outcome:
     """Runs a case here."""
-    how = parity.How(settings.implementation, settings.dtype, settings.seed)
-    row = parity.row_of(parity.CHECKS[number], how)
+    how = gpu_check_cases.How(settings.implementation, settings.dtype, settings.seed)
+    row = gpu_check_cases.row_of(gpu_check_cases.CHECKS[number], how)
     if row.error is None:
         return Outcome(row.operation, row.case, REFUSED, note=row.note)
     verdict = OK if row.held else WRONG
@@ -278,7 +278,7 @@ def run(settings: Settings, out: str, say: Callable[[str], None], as_json: bool)
     table = (lambda line: None) if as_json else say
     table(f"pallas_attn {report['pallas_attn']}, jax {report['jax']}, {report['device']}")
     if report["generation"] is None and settings.implementation != "reference":
-        would = [*(f"{check.operation}: {check.case}" for check in parity.CHECKS), *_CALLS]
+        would = [*(f"{check.operation}: {check.case}" for check in gpu_check_cases.CHECKS), *_CALLS]
         verdict = "there is no NVIDIA GPU here that jax can use: nothing was checked"
         table("\n".join([*(f"would run  {line}" for line in would), verdict]))
         if as_json:

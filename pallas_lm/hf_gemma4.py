@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_lm.config import Config
 from pallas_lm.folder import shown
-from pallas_lm.gemma4 import Experts, Gemma4
+from pallas_lm.gemma4 import ExpertsBesideMlp, Gemma4
 from pallas_lm.hf_keys import Key, Reader
 
 GEMMA4_KEYS: dict[str, Key] = {
@@ -82,7 +82,7 @@ def gemma4_of(described: Mapping[str, Any], where: str, config: Config) -> Gemma
     )
 
 
-def _experts(read: Reader) -> Experts:
+def _experts(read: Reader) -> ExpertsBesideMlp:
     names = "num_experts", "moe_intermediate_size", "top_k_experts"
     for name in names:
         if read[name] is None:
@@ -90,7 +90,7 @@ def _experts(read: Reader) -> Experts:
     count, columns, active = (read[name] for name in names)
     if active > count:
         raise read.wrong("top_k_experts", active, f"at most the {count} experts")
-    return Experts(count, columns, active)
+    return ExpertsBesideMlp(count, columns, active)
 
 
 def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:

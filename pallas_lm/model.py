@@ -7,8 +7,8 @@ layer:
 
     forward(config, params, tokens)               all positions at once, no cache: training, checks
     prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
-    decode(config, params, cache, tokens)         one token a sequence over the cache
-    mixed(config, params, cache, tokens, ...)     any number a sequence, packed, over the cache
+    decode(config, params, cache, tokens, ...)    as many tokens of each sequence, over the cache
+    mixed(config, params, cache, tokens, ...)     any number of each, packed, over the cache
 
 Layers are stacked and scanned. Layers in a row with the same window form a run, which is one scan:
 a static window is the fastest, and a model with one kind of layer is one run. Weights are

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from pallas_lm import chat, check, checkpoint, clone, text
+from pallas_lm import chat, checkpoint, clone, decode_check, text
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Params
 from pallas_lm.decode import Run, refuse
@@ -203,7 +203,7 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 
 def _check(run: Run, params: Params, view: View) -> bool:
-    """The parity table; whether every row held."""
+    """The table of `--check`; whether every row held."""
     header = f"{'sequence':>8}{'steps':>7}{'likeliest':>12}{'ties':>6}"
     view.say(
         "likeliest: steps whose likeliest token is the reference's; ties: others, within rounding; "
@@ -211,7 +211,7 @@ def _check(run: Run, params: Params, view: View) -> bool:
         f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}",
     )
     held = True
-    for row in check.rows(run, params):
+    for row in decode_check.rows(run, params):
         held &= row.held
         line = f"{row.sequence:>8}{row.steps:>7}{row.same:>12}{row.ties:>6}{row.error:>13.1e}"
         verdict = "" if row.held else "  WRONG"

@@ -91,12 +91,12 @@ def ids_of(value: object) -> list[int] | None:
         return None
 
 
-def encoded(tokenizer: Tokenizer, text: str, number: int, special: bool = True) -> list[int]:
+def encoded(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
     """The tokens of prompt `number`, counted from 1."""
     try:
         if not isinstance(tokenizer, Bytes):
             text.encode("utf-8")
-        return tokenizer.encode(text, special)
+        return tokenizer.encode(text)
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {number}: not UTF-8 at character {error.start + 1}") from None
     except Exception as error:  # a tokenizer may raise anything

@@ -44,7 +44,7 @@ LEAST_BOUND = 64
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of `decode_attention` beside q and the cache, in its order."""
+    """The arguments of `decode_attention` beside q and the cache."""
 
     starts: Array | None = None
     parents: Array | DraftTree | None = None
@@ -271,20 +271,18 @@ def change_of(
     return checks.change(rotary, norm, cache.head_dim, columns, rows)
 
 
-def append(
-    inputs: AppendInputs, kind: str, *, from_end: bool = False, change: Change | None = None
-) -> AppendProblem:
+def append(inputs: AppendInputs, kind: str, *, change: Change | None = None) -> AppendProblem:
     """The problem of an append of these arrays."""
     caches, table = inputs.k_cache, inputs.page_table
     separate = isinstance(caches, tuple)
     sample = caches[0] if separate else caches
     page_size = sample.shape[-3 if kind == "interleaved" else -2]
     if table is not None:
-        sequences, capacities = table.shape[0], (table.shape[1] * page_size,)
+        capacities = (table.shape[1] * page_size,) * table.shape[0]
     elif separate:
-        sequences, capacities = len(caches), tuple([x.shape[-2] for x in caches])
+        capacities = tuple([x.shape[-2] for x in caches])
     else:
-        sequences, capacities = sample.shape[-4], (sample.shape[-2],)
+        capacities = (sample.shape[-2],) * sample.shape[-4]
     new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
     byte_rows = sample.dtype == np.uint8 and jnp.issubdtype(inputs.k.dtype, jnp.floating)
     return AppendProblem(
@@ -292,7 +290,7 @@ def append(
         kind=kind,
         dtype=str(inputs.k.dtype),
         cache_dtype=BYTE_DTYPE if byte_rows else str(sample.dtype),
-        sequences=sequences,
+        sequences=len(capacities),
         new_rows=new_rows,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -301,8 +299,6 @@ def append(
         page_size=None if table is None else page_size,
         pages=None if table is None else sample.shape[-4],
         layers=None if inputs.layer is None else sample.shape[0],
-        ragged=inputs.new_lengths is not None,
-        from_end=from_end,
         quantized=byte_rows or inputs.k_scale is not None,
         byte_rows=byte_rows,
         packed=inputs.owners is not None,
@@ -327,7 +323,6 @@ def keep(cache: Cache, counts: int | Array, path: Array | None) -> tuple[KeepPro
     if counts.shape == cache.lengths.shape:
         counts = sharding.placed_like(counts, cache.lengths)
     shards = mapped_shards(cache.context) or 1
-    capacities = tuple(shards * rows for rows in facts.capacities)
     problem = KeepProblem(
         gpu=device.gpu_generation(),
         kind=facts.kind,
@@ -337,7 +332,7 @@ def keep(cache: Cache, counts: int | Array, path: Array | None) -> tuple[KeepPro
         kv_heads=facts.kv_heads,
         head_dim=BYTE_ROW.size if facts.byte_rows else facts.head_dim,
         v_head_dim=None if facts.shared_kv else facts.v_head_dim,
-        capacities=capacities if facts.kind == "per_sequence" else capacities[:1],
+        capacities=tuple(shards * rows for rows in facts.capacities),
         page_size=facts.page_size,
         pages=facts.pages,
         layers=facts.layers,

@@ -64,12 +64,3 @@ def _moved(inputs: KeepInputs, problem: KeepProblem, implementation: str | None)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
     return batching.compiled_once(batching.keep, chosen, problem, inputs)
-
-
-def copy_page(pool: Array, source: Array, target: Array, axes: int) -> Array:
-    """Page `target` = page `source`, of a pool whose last `axes` axes begin with the pages; a
-    target outside the pool copies nothing.
-    """
-    page = jnp.take(pool, source, axis=-axes, mode="clip")
-    where = (..., target, *[slice(None)] * (axes - 1))
-    return pool.at[where].set(page, mode="drop")

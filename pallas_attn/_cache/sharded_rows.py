@@ -82,7 +82,9 @@ def keep(
         (k_cache, v_cache), (k, v) = caches, new[pair]
         if k_cache is None:
             return None, None
-        append = AppendInputs(k_cache, v_cache, k, v, there, None, None, None, owners=owners)
+        append = AppendInputs(
+            k_cache, v_cache, k, v, None, None, None, None, owners=owners, positions=there
+        )
         done = rows_into(append, kind, implementation)
         return done.k_cache, done.v_cache
 

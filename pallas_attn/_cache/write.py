@@ -18,11 +18,10 @@ def rows_into(
     kind: str,
     implementation: str | None,
     *,
-    from_end: bool = False,
     change: Change | None = None,
 ) -> Caches:
     """The caches with the new rows in."""
-    problem = bind.append(inputs, kind, from_end=from_end, change=change)
+    problem = bind.append(inputs, kind, change=change)
     chosen = dispatch.select(problem, implementation)
     if 0 in (problem.sequences, problem.new_rows):
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
@@ -35,11 +34,11 @@ def _changed_first(inputs: AppendInputs, problem: AppendProblem) -> AppendInputs
     """Rows of K normed and rotated already, as the kernels do it on their way."""
     if problem.change is None:
         return inputs
-    position = inputs.start
-    if not problem.packed:
-        assert inputs.new_lengths is not None
+    position = inputs.positions
+    if position is None:
+        assert inputs.end is not None and inputs.new_lengths is not None
         rows = jnp.arange(problem.new_rows, dtype=jnp.int32)
-        position = (position - inputs.new_lengths)[:, None] + rows[None]
+        position = (inputs.end - inputs.new_lengths)[:, None] + rows[None]
     k = inputs.k if problem.quantized else inputs.k.astype(problem.cache_dtype)
     arrays: dict[str, Any] = {
         "cos": inputs.cos,

@@ -164,8 +164,9 @@ def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     axes = _of_caches(problem, inputs) | {
         "k": [(*rows, "k", "h")],
         "v": [(*rows, "k", "e")],
-        "start": [rows[:1]],
+        "end": [("m",)],
         "owners": [("t",)],
+        "positions": [("t",)],
         "cos": [("angle", "pair")],
         "sin": [("angle", "pair")],
         "norm_weight": [("column",)],
@@ -306,4 +307,5 @@ def local_problem(problem: CacheProblem, split: Split, shapes: Shapes) -> CacheP
     if isinstance(problem, DecodeProblem):
         q_heads = sizes.get("g", 1) * heads
         problem = dataclasses.replace(problem, q_heads=q_heads)
-    return dataclasses.replace(problem, sequences=sequences, kv_heads=heads)
+    capacities = problem.capacities[:sequences]  # equal, where sequences are split
+    return dataclasses.replace(problem, sequences=sequences, capacities=capacities, kv_heads=heads)

@@ -2,12 +2,11 @@
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from pallas_attn._call import gpu_specs
+from pallas_attn._call import gpu_specs, launches
 from pallas_attn._call.kernel import Config, Kernel, Problem
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.errors import Limit
@@ -53,18 +52,10 @@ def default(kernel: Kernel, problem: Problem) -> Any:
     """The kernel's own choice."""
     if not (isinstance(problem, DecodeProblem) and problem.batch_invariant):
         return kernel.config.default(problem)
-    # The keys of a sequence are cut and summed up as if it were alone, whatever else is in the
-    # batch. Fewer stages, where other lengths leave no room for as many, change no bits.
-    alone = dataclasses.replace(
-        problem, sequences=1, capacities=(_KEYS_OF_ONE,), batch_invariant=False
-    )
-    config = kernel.config.default(alone)
+    config = kernel.config.default(launches.alone(problem))
     while not fits(kernel, problem, config) and (less := config.shallower()) is not None:
         config = less
     return config
-
-
-_KEYS_OF_ONE = 8192  # keys of the sequence whose Config serves every batch
 
 
 def fits(kernel: Kernel, problem: Problem, config: Config) -> bool:

@@ -102,22 +102,11 @@ def reaches_peers(axis: str) -> bool:
     mesh, count = jax.sharding.get_abstract_mesh(), jax.device_count()
     whole = mesh.size == count == dict(mesh.shape).get(axis) == jax.local_device_count()
     mapped = set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
-    gpus = _reaching.get() or current().platform in ("gpu", "cuda")
+    gpus = reaching.get() or current().platform in ("gpu", "cuda")
     return whole and mapped and gpus and count > 1
 
 
-_reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(
+# Whether devices that are no GPUs count as such: tests set it, and ahead-of-time compilation.
+reaching: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "pallas_attn_reaching", default=False
 )
-
-
-@contextlib.contextmanager
-def assume_reach() -> Iterator[None]:
-    """`reaches_peers` holds in this block, whatever the devices are, if they are the whole mesh.
-    For tests and ahead-of-time compilation, as `assume`.
-    """
-    token = _reaching.set(True)
-    try:
-        yield
-    finally:
-        _reaching.reset(token)

@@ -46,7 +46,6 @@ class Candidate:
     generations: tuple[int, int]  # the first GPU generation that it serves and the last
     # Why another kernel is faster, or None: asked before the kernel is imported.
     slower: Callable[[Any], Limit | None] = never_slower
-    merges: bool = False  # whether it takes `DecodeProblem.merged`
     # (a module whose `over` makes the kernel, the module of the kernel that it is made of)
     made: tuple[str, str] | None = None
 
@@ -324,12 +323,14 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Reference(reference.keep, lambda problem: "it is a gather and a scatter a cache"),
     ),
     "decode": (
-        Candidate("prefill.sm90", HOPPER, selection.sm90, merges=True),  # many query rows
+        Candidate("prefill.sm90", HOPPER, selection.sm90),  # many query rows
         _gathered("prefill.gathered_sm90", HOPPER, "flash_fwd.sm90_wide"),
         Candidate("prefill.gathered_packed_sm90", HOPPER, selection.gathered_packed),
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),
+    # Results of packed rows that the kernel merges with others itself (`DecodeProblem.merged`).
+    "decode_merged": (Candidate("prefill.sm90", HOPPER, selection.sm90),),
     "decode_quantized": (
         # many query rows, where matmuls on 8 bits are allowed
         Candidate("prefill.float8_sm90", HOPPER, _without_float8),
@@ -422,10 +423,9 @@ def merging(problem: DecodeProblem, implementation: str | None) -> Candidate | N
     """The kernel that merges the results of packed rows with others itself
     (`DecodeProblem.merged`), if there is one.
     """
-    for candidate in table_of(problem):
+    for candidate in TABLES["decode_merged"]:
         named = implementation in (None, candidate.implementation)
-        merges = isinstance(candidate, Candidate) and candidate.merges
-        if named and merges and candidate.takes(problem):
+        if named and candidate.takes(problem):
             if (names := _record.get()) is not None:
                 names.append(candidate.implementation)
             return candidate  # type: ignore[return-value]

@@ -1,10 +1,13 @@
-"""How many rows of a packed call decode's kernel takes, and which rows it leaves to prefill's."""
+"""How many rows of a packed call decode's kernel takes, and which rows it leaves to prefill's; the
+problem whose Config a decode runs with.
+"""
 
 import dataclasses
 
 from pallas_attn._call.problem import DecodeProblem
 
-FEW_ROWS = 8  # rows of a kv head up to which their scores can be folded
+FOLDED_ROWS = 8  # rows of a kv head up to which their scores can be folded
+KEYS_OF_ONE = 8192  # keys of the sequence whose Config serves every batch: `alone`
 
 
 def of_single_rows(problem: DecodeProblem) -> bool:
@@ -23,6 +26,18 @@ def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None
     assert problem.tokens is not None
     few = 1
     if not of_single_rows(problem):
-        few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
+        few = max(FOLDED_ROWS * problem.kv_heads // problem.q_heads, 1)
     rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
     return dataclasses.replace(problem, q_len=few), rest
+
+
+def alone(problem: DecodeProblem) -> DecodeProblem:
+    """The problem that a kernel chooses a Config for. Where bits may not depend on other sequences
+    it is that of a single one, so that its keys are cut and summed up as if it were alone. Where
+    other lengths leave no room for as many stages, the caller takes fewer, which changes no bits.
+    """
+    if not problem.batch_invariant:
+        return problem
+    return dataclasses.replace(
+        problem, sequences=1, capacities=(KEYS_OF_ONE,), batch_invariant=False
+    )

@@ -317,15 +317,19 @@ class AppendInputs(NamedTuple):
     v_cache: Array | None  # None where one array alone is served
     k: Array  # [M, t, K, H]
     v: Array | None  # [M, t, K, Hv]
-    start: Array  # int32[M]: position of row 0, or of the end (AppendProblem.from_end)
-    new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
+    # int32[M]: position behind the last new row, as `cache.lengths` after an extend. Row 0 goes to
+    # end - new_lengths: the kernel subtracts, since an operation of XLA's between extend and the
+    # launch is a launch of its own. None where rows are packed.
+    end: Array | None
+    new_lengths: Array | None  # int32[M]: rows of each sequence that count; None as well
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
     k_scale: Array | None = None  # float32; given where quantized and not byte_rows
     v_scale: Array | None = None  # None as well where there is no v_cache
-    # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
-    # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
+    # Packed rows: k [tokens, K, H], v [tokens, K, Hv], and int32[tokens] each, the sequence of a
+    # row and its position (negative: it is dropped).
     owners: Array | None = None
+    positions: Array | None = None
     # Arrays that AppendProblem.change reads: float32[positions, pairs] twice, and [H]
     cos: Array | None = None
     sin: Array | None = None
@@ -354,14 +358,10 @@ class AppendProblem:
     kv_heads: int
     head_dim: int
     v_head_dim: int | None  # None: one array alone
-    capacities: tuple[int, ...]  # one a sequence of per_sequence caches, else one for all
+    capacities: tuple[int, ...]  # rows of each sequence in these buffers
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None
-    ragged: bool = False
-    # Whether inputs.start is the end of the rows: row 0 goes to start - new_lengths. The kernel
-    # subtracts, since an operation of XLA's between extend and the launch is a launch of its own.
-    from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
     byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     packed: bool = False  # inputs.owners is given
@@ -498,7 +498,7 @@ class DecodeProblem(_OfFunctions):
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    capacities: tuple[int, ...]
+    capacities: tuple[int, ...]  # rows of each sequence in these buffers
     mask: Mask
     scale: float
     softcap: float | None = None

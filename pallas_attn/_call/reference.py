@@ -582,24 +582,23 @@ def _reciprocal(x: Array) -> Array:
 
 
 def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
-    """New rows k, v [M, t, K, H] into the caches from position `start` on, quantised as `quantize`
-    says where the cache has scales.
+    """New rows k, v [M, t, K, H] into the caches, quantised as `quantize` says where the cache has
+    scales.
 
-    Row i of sequence m lands at start[m] + i if i < new_lengths[m], start[m] >= 0 and the position
-    is within the sequence's own rows; otherwise it is dropped and nothing else is touched. With
-    `owners`, packed rows k, v [tokens, K, H]: row i lands at start[i] of sequence owners[i].
+    The rows of sequence m begin at start = end[m] - new_lengths[m]. Row i lands at start + i if
+    i < new_lengths[m], neither start nor end[m] is negative, and the position is within the
+    sequence's own rows; otherwise it is dropped and nothing else is touched. With `owners`, packed
+    rows k, v [tokens, K, H]: row i lands at positions[i] of sequence owners[i].
     """
     if problem.kind == "interleaved":
         return _append_joined(inputs, problem)
-    position, new_lengths = inputs.start, inputs.new_lengths
-    if problem.from_end:  # no sequence has a negative number of rows
-        position = jnp.where(position >= 0, position - new_lengths, -1)
-    if inputs.owners is None:
+    position: Any = inputs.positions
+    if position is None:
+        assert inputs.end is not None and inputs.new_lengths is not None
+        start = jnp.where(inputs.end >= 0, inputs.end - inputs.new_lengths, -1)[:, None]
         number = jnp.arange(inputs.k.shape[1], dtype=jnp.int32)[None]
-        wanted = (position >= 0)[:, None] & (position[:, None] + number >= 0)
-        if new_lengths is not None:
-            wanted &= number < new_lengths[:, None]
-        position = jnp.where(wanted, position[:, None] + number, -1)
+        wanted = (start >= 0) & (start + number >= 0) & (number < inputs.new_lengths[:, None])
+        position = jnp.where(wanted, start + number, -1)
 
     def write(cache: Buffers, new: Array | None) -> Any:
         if cache is None or new is None:

@@ -11,7 +11,7 @@ from pallas_attn.errors import Limit
 
 FEWEST_KEYS = 4  # keys of a query row, from which on `contiguous_sm90` can gain
 # Query rows of a kv head up to which decoding by mma.sync is faster; over a quantised cache too.
-FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
+DECODED_ROWS, DECODED_ROWS_QUANTIZED = 16, 32
 # Pairs of query head and query row that a row of a quantised cache must meet to be worth widening,
 # by its dtype: int8 takes longest where the kernel widens it.
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
@@ -31,7 +31,7 @@ def contiguous_sm90(problem: AttentionProblem) -> Limit | None:
 
 def sm90(problem: DecodeProblem) -> Limit | None:
     if not problem.packed:
-        return _FEW if problem.q_len * problem.q_heads <= FEW_ROWS * problem.kv_heads else None
+        return _FEW if problem.q_len * problem.q_heads <= DECODED_ROWS * problem.kv_heads else None
     if problem.merged is None and launches.by_rows(problem)[1] is None:
         return Limit("few packed rows are decoded in one launch", _OTHER)
     return None
@@ -48,7 +48,7 @@ def widened_sm90(problem: DecodeProblem, *, keys_are_split: bool = False) -> Lim
 
 def narrow_sm90(problem: DecodeProblem) -> Limit | None:
     rows = problem.q_len * problem.sequences if problem.tokens is None else problem.tokens
-    if rows * problem.q_heads <= FEW_ROWS_QUANTIZED * problem.sequences * problem.kv_heads:
+    if rows * problem.q_heads <= DECODED_ROWS_QUANTIZED * problem.sequences * problem.kv_heads:
         return _FEW
     return sm90(problem)
 

@@ -150,7 +150,7 @@ def _lowered(call: _Call) -> _Lowered | None:
         # For one GPU, also where this is traced for a part of a mesh.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             exported = jax.export.export(jax.jit(run), platforms=["cuda"])(*call.shapes)
-    except Exception:  # noqa: BLE001  # the caller traces the kernel itself: an error of it stays
+    except Exception:  # the caller traces the kernel itself: an error of it stays
         return None
     finally:
         _lowering.reset(token)
@@ -180,7 +180,7 @@ def _restored(content: bytes) -> _Lowered | None:
         exported |= {"in_tree": jax.tree.structure(inputs), "_get_vjp": None}
         exported |= {"out_tree": jax.tree.structure(leaves)}
         lowered = _Lowered(jax.export.Exported(**exported), tree)
-    except Exception:  # noqa: BLE001
+    except Exception:
         return None
     if not all(os.path.exists(path) for path in paths.values()):
         return None

@@ -18,7 +18,6 @@ from pallas_lm.cli.flags import (
     CHECK,
     DECODE,
     NAMES,
-    PARITY,
     TASKS,
     TRAIN,
     TUNE,
@@ -79,12 +78,12 @@ def _main(argv: list[str]) -> int:
     refuse_idle(argv)
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if values.task in (DECODE, TRAIN, PARITY, TUNE) and values.compile_cache:
+    if values.task in (DECODE, TRAIN, TUNE) and values.compile_cache:
         _keep_programs()
     if values.coordinator is not None:
         _join()
     _find_devices()
-    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, CHECK: _check, TUNE: _tune}
+    run = {DECODE: _decode, TRAIN: _train, CHECK: _check, TUNE: _tune}
     return (run | {BENCH: _bench})[values.task]()
 
 
@@ -250,29 +249,6 @@ def _stops() -> dict[str, Any]:
         return stops | {"stop_ids": tuple(map(int, values.stop_ids))}
     except ValueError:
         raise ValueError(f"stop_ids: expected numbers, got {values.stop_ids}") from None
-
-
-def _parity() -> int:
-    """The table: 0 where every row held, 1 where one did not, or could not run."""
-    from pallas_lm import parity
-
-    devices = jax.devices()
-    _say(f"jax {jax.__version__} on {len(devices)} x {devices[0].device_kind}")
-    _say(f"implementation: {values.implementation or 'the fastest that takes each problem'}")
-    _say(f"{'operation':<18}{'case':<40}{'runs on':<12}{'error':>9}{'budget':>9}")
-    failed = 0
-    for row in parity.rows(values.implementation, values.dtype or "bfloat16", values.seed):
-        failed += not row.held
-        start = f"{row.operation:<18}{row.case:<40}{row.implementation:<12}"
-        if row.error is None:
-            _say(f"{start}{'cannot run':>18}")
-        else:
-            verdict = "" if row.held else "  WRONG"
-            _say(f"{start}{row.error:>9.1e}{row.budget:>9.1e}{verdict}")
-        for line in row.note.splitlines():
-            _say(f"  {line}")
-    _say("every operation is within its budget" if not failed else f"{failed} rows did not hold")
-    return int(failed > 0)
 
 
 def _check() -> int:

@@ -20,7 +20,6 @@ USAGE = """\
 {0} --flagfile=configs/NAME.cfg   flags from a file
 {0} check                         whether the kernels work on this GPU, with a report
 {0} tune --shape=1,4096,32,8,128  faster Configs of kernels for this GPU, kept in a file
-{0} --task=parity                 every operation here, beside the reference
 {0} --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
 
 Exit status: 0 all is well, 1 something did not hold, 2 what was asked is wrong, 130 Ctrl-C, 141
@@ -38,9 +37,7 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-DECODE, TRAIN, PARITY, CHECK, TUNE, BENCH = TASKS = (
-    "decode", "train", "parity", "check", "tune", "bench",
-)  # fmt: skip
+DECODE, TRAIN, CHECK, TUNE, BENCH = TASKS = ("decode", "train", "check", "tune", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
         "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
         "first_call", "all"]  # fmt: skip
@@ -66,22 +63,22 @@ SAID = (
     Flag("help", TASKS, bool, False, "Print this and end; behind a task, its flags alone."),
     Flag("task", TASKS, list(TASKS), DECODE,
          "What to do. decode: continue prompts with a language model. train: make a small one from"
-         " a text. parity: run small cases of every operation beside the reference. check: the "
-         "same on a GPU, each case in a process with a time limit, then three timings, and a file "
-         "to attach to a report. tune: look for faster Configs of the kernels of some calls on a "
-         "GPU, and keep them in a file. bench: time checked kernels beside their peers, on a GPU. "
-         "The first argument may be the task's name alone."),
+         " a text. check: small cases of every operation beside a definition in float64, on a GPU, "
+         "each in a process with a time limit, then three timings, and a file to attach to a "
+         "report; with --implementation=reference anywhere. tune: look for faster Configs of the "
+         "kernels of some calls on a GPU, and keep them in a file. bench: time checked kernels "
+         "beside their peers, on a GPU. The first argument may be the task's name alone."),
     Flag("implementation", TASKS, ["sm90", "sm80", "sm100", "reference"], None,
          "Which implementation to run. Default: the fastest that takes each problem on this "
          "machine. decode takes no other than reference; train takes any that has gradients here."),
     Flag("seed", TASKS, _ints(most=2**32 - 1), 0, "Of all random inputs."),
-    Flag("dtype", (DECODE, TRAIN, PARITY, CHECK, TUNE), list(options.DTYPES), None,
+    Flag("dtype", (DECODE, TRAIN, CHECK, TUNE), list(options.DTYPES), None,
          "The type of what is computed with. Default: bfloat16; without a GPU decode takes "
          "float32, and train always does."),
     Flag("precision", (DECODE, TRAIN), list(PRECISIONS), None,
          "Of matmuls, as jax.default_matmul_precision has it. Default: highest with float32, so "
          "that float32 is no TF32 on a GPU; else default."),
-    Flag("compile_cache", (DECODE, TRAIN, PARITY, TUNE), bool, True,
+    Flag("compile_cache", (DECODE, TRAIN, TUNE), bool, True,
          "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
     Flag("limit", (CHECK, TUNE), _ints(1), 120,

@@ -19,7 +19,7 @@ FLOATS = ("q", "k", "v", "bias", "sinks")
 each_subject = pytest.mark.parametrize("subject", subjects.rows("flash_forward", "flash_backward"))
 
 
-def draw(rng, q_len, kv_len, batch=2, q_heads=4, kv_heads=2, dim=6, v_dim=4):  # noqa: PLR0913
+def draw(rng, q_len, kv_len, batch=2, q_heads=4, kv_heads=2, dim=6, v_dim=4):
     return {
         "q": rng.standard_normal((batch, q_len, q_heads, dim)),
         "k": rng.standard_normal((batch, kv_len, kv_heads, dim)),

@@ -37,7 +37,7 @@ def seen(mask, q_pos, kv_pos, kv_len=None):
 def test_the_pictures_in_the_docstring_are_the_masks():
     text = Mask.__doc__
     heading = re.search(r"^ *(Mask\(.*)$", text.split("`Mask(right=-1)`")[1], re.M).group(1)
-    masks = [eval(name) for name in re.split(r" {2,}", heading)]  # noqa: S307
+    masks = [eval(name) for name in re.split(r" {2,}", heading)]
     rows = re.findall(r"^ *([1.][1. ]+)$", text, re.M)
     assert len(masks) == 4 and len(rows) == 3
     for column, mask in enumerate(masks):

@@ -157,7 +157,7 @@ BASE = Asked()
 # The parts of the key, and another value of each.
 KEY = {
     "kernel": {"kernel": "append.keep"},
-    "problem": {"problem": dataclasses.replace(BASE.problem, from_end=True)},
+    "problem": {"problem": dataclasses.replace(BASE.problem, new_rows=2)},
     "gpu": {"gpu": "NVIDIA H100"},
     "cuda": {"cuda": "PJRT 12.9"},
     "jax": {"jax": "0.12.1"},

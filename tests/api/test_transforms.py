@@ -24,7 +24,7 @@ def same(got, want):
         close(have, wanted)
 
 
-def draw(rng, batch=2, q_len=6, kv_len=6, q_heads=4, kv_heads=2, dim=8):  # noqa: PLR0913
+def draw(rng, batch=2, q_len=6, kv_len=6, q_heads=4, kv_heads=2, dim=8):
     shapes = (batch, q_len, q_heads, dim), (batch, kv_len, kv_heads, dim)
     return [jnp.asarray(rng.standard_normal(shapes[i], np.float32)) for i in (0, 1, 1)]
 

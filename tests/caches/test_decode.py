@@ -85,7 +85,7 @@ def holding(rng, kind, k, v, lengths, *, layers=None, layer=None, fill=0.0):
     return dataclasses.replace(cache, **changes)
 
 
-def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):  # noqa: PLR0913
+def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):
     """Attention over each whole sequence, the last rows of it; see budget."""
     lengths = np.asarray(lengths, np.int32)
     arguments = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "mask": mask}

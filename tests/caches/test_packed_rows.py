@@ -16,7 +16,7 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
 from pallas_attn._call import config, device, launches
 from pallas_attn.kernels.decode import packed as decode_packed
-from pallas_attn.kernels.decode_mla import packed
+from pallas_attn.kernels.decode_mla import rows_as_sequences
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import sm90
 from tests.support import budget, messages, mosaic, subjects
@@ -574,7 +574,7 @@ def parity(b, h, q, kv, several):
 def test_what_hides_keys_from_packed_latent_rows(rng, monkeypatch, subject, hides):
     """Trees, prompts beside them, and functions; more rows than a launch takes."""
     kind, window, drafts_most = LATENT_HIDES[hides]
-    monkeypatch.setattr(packed, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(rows_as_sequences, "ROWS_AT_ONCE", 16)
     mixture, heads = Mixture(rng, "stacked", "bfloat16", (1, 0, 7, 2, 12), (70, 9, 60, 0, 0)), 4
     rows = {"kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "shared_kv": True}
     cache = spoiled(cache_of(kind, (72,) * 5, "bfloat16", **rows))

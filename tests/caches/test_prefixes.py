@@ -611,7 +611,7 @@ def by_kernel(config, launches):
 @pytest.mark.parametrize(
     "tokens, heads, warpgroups, grid", [(3, 12, 2, 2), (1, 4, 2, 2), (2, 5, 2, 2), (3, 12, 1, 16)]
 )
-def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):  # noqa: PLR0913
+def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):
     """Two levels, q tiles of both consumers and of one, lengths that end within a tile; in pairs of
     blocks, where they are 16.
     """

@@ -694,8 +694,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "latent_partials_of_the_next_chunk_are_combined": Fault(
         f"{MLA}/combine_apart.py",
-        "own, first, later = (n * together + member for n in others)",
-        "own, first, later = (n * together for n in others)",
+        "places = scheduler.Partials(count, *(n * together + member for n in others))",
+        "places = scheduler.Partials(count, *(n * together for n in others))",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
     ),
     "rows_of_bytes_are_released_before_all_columns_are_in_registers": Fault(
@@ -960,9 +960,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/kernels/flash_bwd/test_flash_bwd.py -k 'interpreted and dim264'",
     ),
     "gathered_rows_of_a_missing_page_count": Fault(
-        f"{PREFILL}/gathered.py",
-        "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
-        "there = inputs.page_table < problem.pages",
+        f"{DECODE}/lost.py",
+        "missing = (table < 0) | (table >= (problem.pages or 0))",
+        "missing = table >= (problem.pages or 0)",
         "tests/kernels/test_every_kernel.py -k 'gathered_sm80 and missing'",
     ),
     "gathered_rows_stand_at_the_first_keys": Fault(

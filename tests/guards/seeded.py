@@ -512,7 +512,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     f"{TEST_APPEND} -k 'test_interpreted or wraps'": {
         "a_length_that_wraps_is_a_start": (
             f"{APPEND}/plan.py",
-            "jnp.where(start | known >= 0 if problem.from_end else start >= 0, rows, 0)",
+            "jnp.where(start | end >= 0, rows, 0)",
             "jnp.where(start >= 0, rows, 0)",
         ),
     },
@@ -681,8 +681,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "the_first_partial_lies_with_the_later_ones": (
             f"{DECODE}/combine_splits.py",
-            "index = thread.choose(p < 1, at.first, at.later + p * plan.partials_a_block)",
-            "index = at.later + p * plan.partials_a_block",
+            "index = thread.choose(p < 1, first, later + p * plan.partials_a_block)",
+            "index = later + p * plan.partials_a_block",
         ),
         "a_tile_one_key_short_needs_no_mask": (
             f"{DECODE}/mainloop.py",

@@ -363,10 +363,10 @@ def test_rows_that_two_warps_share(rng, op):
     tile, shape = jnp.asarray(normal(rng, (64, 48), "float32")), (64, 48)
     rooms = [np.zeros((2, 96), np.float32) for _ in range(2)]
     for room, ours in zip(rooms, (True, False), strict=True):
-        code = captured(mma_2x2.store_row_partials, tile, room, np.int32(32), op)
+        code = captured(mma_2x2.store_row_partials, tile, room, op)
         evaluate(code, held((shape, 2))) if ours else code.function.twin(*map(np_of, code.args))
     assert_close(*rooms)
-    code = captured(mma_2x2.load_row_totals, rooms[0], np.int32(32), 64, op)
+    code = captured(mma_2x2.load_row_totals, rooms[0], 64, op)
     numbers, want = evaluate(code, held()), code.function.twin(*map(np_of, code.args))
     warp, lane = np.arange(128)[:, None] // 32, np.arange(128)[:, None] % 32
     row = warp // 2 * 32 + lane // 4 + 8 * np.arange(4)

@@ -677,7 +677,7 @@ def test_builds_reach_every_kernel_module():
             _trace(untraced.pop(name)).lower(lowering_platforms=("cuda",))
         for path in sorted(files, key=lambda path: path.parts[0] not in folders):
             likely = [name for name in untraced if name.split("/")[0] == path.parts[0]]
-            likely.sort(key=lambda name: -sum(x in name for x in path.stem.split("_")))  # noqa: B023
+            likely.sort(key=lambda name: -sum(x in name for x in path.stem.split("_")))
             names = [*likely, *(name for name in untraced if name not in likely)]
             while names and path not in reached:
                 _trace(untraced.pop(names.pop(0)))

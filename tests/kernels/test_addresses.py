@@ -21,6 +21,7 @@ from pallas_attn.kernels.prefill import (
     combine_partials,
     float8_tiles,
     narrow_sm90,
+    slabs,
     widened_sm90,
     widening_producer,
 )
@@ -90,7 +91,7 @@ def test_tiles_of_a_float8_cache():
     layout = cache_layout.layout_of(problem)
     plan = float8_tiles.Tiles(layout, "float8_e4m3fn", (dim, dim))
     tables = (("k", "v", "k_scale", "v_scale"),)
-    refs = float8_tiles.TileRefs(tables, None, None, None, None, ("K", "V", "units"))
+    refs = slabs.CacheRefs(tables, None, None, None, None, ("K", "V", "units"))
     place = (sequences - 1, heads - 1, plan.tiles - 1, capacity, layers - 1)
     at = float8_tiles._Place(*map(scalar, place), None)
     ends = last_words(float8_tiles._make, refs, at, plan)
@@ -125,7 +126,7 @@ def test_a_widened_cache(kind):
     problem = far_cache(kind, quantized=True, cache_dtype="int8", kv_heads=1, **sizes)
     assert widened_sm90.limit(problem) is None
     plan = widened_sm90.Widening(problem)
-    refs = widened_sm90.WidenRefs((("k", "v", "ks", "vs"),), None, None, None, (("K", "V"),))
+    refs = slabs.CacheRefs((("k", "v", "ks", "vs"),), None, None, None, None, (("K", "V"),))
     slab = plan.layout.capacities[0]
     place = (len(plan.layout.capacities) - 1, 0, slab - plan.rows, slab, layers - 1)
     at = widened_sm90._Chunk(*map(scalar, place), None)

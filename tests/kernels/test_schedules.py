@@ -19,10 +19,9 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.attention import segment_spans
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
 from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.decode_mla import plan as mla_plan
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
-from pallas_attn.kernels.decode_mla import sm90_few_rows
+from pallas_attn.kernels.decode_mla import sm90_few_rows, sm90_plan
 from pallas_attn.kernels.flash_bwd import key_tiles, sm90_two_kernels, sm90_window, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
@@ -369,7 +368,7 @@ def test_shared_parts(seed, paired):
 
 
 LATENT = {
-    "sm90": (mla_plan.plan_of, mla_sm90.Config, 70),
+    "sm90": (sm90_plan.plan_of, mla_sm90.Config, 70),
     "few_rows": (sm90_few_rows.plan_of, mla_sm90.Config, 8),
     "portable": (mla_sm80.plan_of, mla_sm80.Config, 70),
 }
@@ -388,7 +387,7 @@ def test_latent(name, batch_invariant):
         lengths=lengths, capacity=640, q_heads=heads, q_len=2, batch_invariant=batch_invariant
     )
     plan = make(case.problem, config(grid=13, split_tiles=2))
-    groups = mla_plan.groups_of(plan) if name == "sm90" else plan
+    groups = sm90_plan.groups_of(plan) if name == "sm90" else plan
     units = [groups.keys.units_of(case.mask, n, 2) for n in lengths]
     (size,) = scheduler.table_scratch(groups).sums.shape
     sums = np.full(size, sum(units), np.int32)
@@ -408,8 +407,8 @@ def test_latent(name, batch_invariant):
     for block in range(plan.grid):
         group, number, neighbours = block, 0, 1
         if name == "sm90":
-            group, number = (int(x) for x in mla_plan.member_of(plan, jnp.int32(block)))
-            neighbours = mla_plan.neighbours(plan)
+            group, number = (int(x) for x in sm90_plan.member_of(plan, jnp.int32(block)))
+            neighbours = sm90_plan.neighbours(plan)
         unit = m = -1
         while True:
             end, work = work_of(group, unit, m)
@@ -446,7 +445,7 @@ def test_append(seed):
         layers=None,
     )
     plan = append_plan.Plan.of(problem, ("k", "v"), append_copy.Config().words)
-    refs = append_plan.AppendRefs(("k", "v"), (("k cache", "v cache"),), "start", *[None] * 4)
+    refs = append_plan.AppendRefs(("k", "v"), (("k cache", "v cache"),), "end", *[None] * 5)
     ledger = test_append_kernel.Ledger(0)
     for sequence, chunk in np.ndindex(3, plan.chunks):
         scalars = (np.full(128, n, np.int32) for n in (sequence, chunk, 7, rows))

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_lm as lm
 from benchmarks import decode_peer
-from pallas_lm import check, decode, session
+from pallas_lm import decode, decode_check, session
 from pallas_lm.options import CACHES
 from pallas_lm.sampling import Sampling
 from tests.lm.loops import (
@@ -154,7 +154,7 @@ def test_decoding_goes_on_while_a_long_prompt_comes_in():
     # The short prompt and 4 rows of the long one; then 6 steps, with a token of the first in each.
     assert [status.tokens for status in statuses[:7]] == [1, 2, 3, 4, 5, 6, 8]
     assert [status.live_kv_bytes for status in statuses[:2]] == [14 * A_ROW, 22 * A_ROW]
-    assert all(row.held for row in check.rows(made, small()[1]))
+    assert all(row.held for row in decode_check.rows(made, small()[1]))
     assert tokens(made) == tokens(run(texts, options())[0])
 
 
@@ -320,11 +320,11 @@ def test_the_check_holds_and_sees_a_wrong_logit_and_a_wrong_token():
     config, params = small()
     made = decode.Run(config, params, options(cache="paged", keep_logits=True), prompts(), 10)
     assert list(made)
-    rows = list(check.rows(made, params))
+    rows = list(decode_check.rows(made, params))
     assert [(row.steps, row.same, row.ties, row.held) for row in rows] == [(10, 10, 0, True)] * 6
     made.sequences[2].logits[4] = made.sequences[2].logits[4] + 0.01
     made.sequences[5].logits[7] = -made.sequences[5].logits[7].copy()
-    broken = list(check.rows(made, params))
+    broken = list(decode_check.rows(made, params))
     assert [row.held for row in broken] == [True, True, False, True, True, False]
     largest = np.abs(np.stack(made.sequences[0].logits)).max()
     assert broken[0].budget < 2e-5 * largest  # float32: sums in another order, no more
@@ -339,7 +339,7 @@ def test_the_check_of_bfloat16_has_the_budget_of_bfloat16():
     made = decode.Run(config, params, how, prompts(), 10)
     assert list(made)
     rms = np.sqrt(np.mean(np.square(made.sequences[0].logits)))
-    assert all(row.held and 0.001 * rms < row.budget for row in check.rows(made, params))
+    assert all(row.held and 0.001 * rms < row.budget for row in decode_check.rows(made, params))
 
 
 def test_a_tie_is_two_logits_within_twice_the_budget():
@@ -350,7 +350,7 @@ def test_a_tie_is_two_logits_within_twice_the_budget():
     for step, below in enumerate((0.03, 0.05, 0.0)):
         truth[step, 1], got[step, 1] = 1 - below, 1 + 1e-3 * (step < 2)
     sequence = decode.Generation(0, [1], 3, tokens=[1, 1, 0], logits=list(got))
-    row = check._row(sequence, truth, truth + np.float32(0.01), eps=0.0)
+    row = decode_check._row(sequence, truth, truth + np.float32(0.01), eps=0.0)
     assert abs(row.budget - 0.02) < 1e-6
     assert (row.same, row.ties, row.held) == (1, 1, False)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedCache, prefixes
-from pallas_lm import check, decode, drafts
+from pallas_lm import decode, decode_check, drafts
 from pallas_lm.options import CACHES
 from pallas_lm.sampling import Sampling
 from tests.lm.loops import (
@@ -108,7 +108,7 @@ def test_drafts_beside_prompts_that_come_in_chunks():
     assert all(facts[name] == others[name] > 0 for name in ("drafts", "kept", "acceptance"))
     times_are_known(made)
     assert all(len(x.times) == len(x.logits) for x in made.sequences)
-    assert all(row.held for row in check.rows(made, small()[1]))
+    assert all(row.held for row in decode_check.rows(made, small()[1]))
 
 
 @pytest.mark.parametrize("seed", range(3))

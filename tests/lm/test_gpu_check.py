@@ -7,7 +7,7 @@ import pytest
 
 import pallas_attn
 from pallas_attn._call import config, device
-from pallas_lm import gpu_check, parity
+from pallas_lm import gpu_check, gpu_check_cases
 from pallas_lm.gpu_check import Outcome, Settings, Timing
 from tests.support import mosaic
 
@@ -60,7 +60,7 @@ def test_the_report_names_the_gpu(monkeypatch):
 
 
 def test_a_case_runs_in_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(parity, "CHECKS", parity.CHECKS[:1])
+    monkeypatch.setattr(gpu_check_cases, "CHECKS", gpu_check_cases.CHECKS[:1])
     (ran,) = gpu_check.outcomes(REFERENCE)
     assert (ran.verdict, ran.implementation, ran.note) == ("ok", "reference", "")
     assert 0 < ran.error <= ran.budget
@@ -76,7 +76,9 @@ def test_an_error_above_the_budget_is_wrong(monkeypatch, figures, verdict):
         pallas_attn.flash_attention(q, q, q, implementation=how.implementation)
         return figures
 
-    monkeypatch.setattr(parity, "CHECKS", (parity.Check("sums", "of four", check),))
+    monkeypatch.setattr(
+        gpu_check_cases, "CHECKS", (gpu_check_cases.Check("sums", "of four", check),)
+    )
     assert gpu_check.outcome(0, REFERENCE).verdict == verdict
 
 
@@ -85,7 +87,7 @@ def test_an_error_above_the_budget_is_wrong(monkeypatch, figures, verdict):
 @pytest.mark.parametrize("case", ["dq, dk, dv, random dO", "full, T 129, H 128"])
 def test_gradients_are_checked_by_the_kernels_of_a_name(case):
     """--implementation=sm100 on a GPU of it: the forward and the backward for Blackwell."""
-    checks = [(x.operation, x.case) for x in parity.CHECKS]
+    checks = [(x.operation, x.case) for x in gpu_check_cases.CHECKS]
     with device.assume("sm100"), mosaic.interpret(), config.watched() as seen:
         outcome = gpu_check.outcome(checks.index(("gradients", case)), Settings("sm100"))
     assert (outcome.verdict, outcome.implementation) == ("ok", "sm100")
@@ -148,12 +150,12 @@ def test_a_call_without_a_time_is_not_well():
 
 FAILS_WITHIN_JAX = """
 import jax
-from pallas_lm import gpu_check, parity
+from pallas_lm import gpu_check, gpu_check_cases
 
 def check(how):
     return jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 3)))
 
-parity.CHECKS = (parity.Check("one", "that fails", check),)
+gpu_check_cases.CHECKS = (gpu_check_cases.Check("one", "that fails", check),)
 gpu_check.work(["case", "0", "{}"])
 """
 
@@ -168,7 +170,7 @@ def test_without_a_gpu_nothing_is_checked(tmp_path):
     said, out = [], tmp_path / "report.json"
     assert gpu_check.run(Settings(), str(out), said.append, as_json=False) == 2
     lines = "\n".join(said)
-    assert lines.count("would run") == len(parity.CHECKS) + len(gpu_check._CALLS)
+    assert lines.count("would run") == len(gpu_check_cases.CHECKS) + len(gpu_check._CALLS)
     assert lines.endswith("nothing was checked") and not out.exists()
 
 
@@ -177,6 +179,6 @@ def test_quantised_buffers_may_be_longer_than_asked(monkeypatch):
     create = pallas_attn.StackedCache.create
     longer = lambda m, rows, *args, **options: create(m, rows + 1, *args, **options)  # noqa: E731
     monkeypatch.setattr(pallas_attn.StackedCache, "create", longer)
-    (check,) = (x for x in parity.CHECKS if x.case.startswith("float8"))
-    row = parity.row_of(check, parity.How("reference", "bfloat16", 0))
+    (check,) = (x for x in gpu_check_cases.CHECKS if x.case.startswith("float8"))
+    row = gpu_check_cases.row_of(check, gpu_check_cases.How("reference", "bfloat16", 0))
     assert (row.error, row.held) == (0.0, True)

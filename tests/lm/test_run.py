@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import flagsaver
 
-from pallas_lm import parity
+from pallas_lm import gpu_check_cases
 from pallas_lm.cli import driver
 from pallas_lm.cli import flags as driver_flags
 from tests.lm import witness
@@ -189,24 +189,13 @@ def test_a_throughput_run_works_with_a_model_of_a_size_for_this_machine(called, 
     assert status == 0 and out.startswith("3 sequences, 12 tokens in "), error
 
 
-def test_the_parity_table_holds(called):
-    status, out, error = called("--flagfile=configs/parity.cfg")
-    assert status == 0, error
-    lines = out.splitlines()
-    assert lines[0].startswith("jax ") and lines[0].endswith("x cpu")
-    rows = [line for line in lines if " reference " in line]
-    assert [row[:18].strip() for row in rows] == [check.operation for check in parity.CHECKS]
-    assert all(float(row.split()[-2]) <= float(row.split()[-1]) for row in rows)
-    assert lines[-1] == "every operation is within its budget"
-
-
-def test_a_row_that_cannot_run_is_said_and_fails(called):
-    status, out, _ = called("--task=parity", "--implementation=sm90")
-    assert status == 1
-    count = len(parity.CHECKS)
-    assert out.count("cannot run") == count
-    assert "sm90: it needs an NVIDIA GPU, which the default device is not" in out
-    assert out.splitlines()[-1] == f"{count} rows did not hold"
+@pytest.mark.parametrize("check", gpu_check_cases.CHECKS, ids=lambda x: f"{x.operation}, {x.case}")
+def test_the_cases_of_check_hold(check):
+    row = gpu_check_cases.row_of(check, gpu_check_cases.How("reference", "bfloat16", 0))
+    assert row.held and row.implementation == "reference", row
+    refused = gpu_check_cases.row_of(check, gpu_check_cases.How("sm80", "bfloat16", 0))
+    assert not refused.held
+    assert "it needs an NVIDIA GPU, which the default device is not" in refused.note
 
 
 def test_tune_without_a_gpu_says_what_it_would_time(called):
@@ -228,7 +217,7 @@ PAGES = (
 )
 WRONG = [
     ("--task=dance",
-     "flag --task=dance: value should be one of <decode|train|parity|check|tune|bench>"),
+     "flag --task=dance: value should be one of <decode|train|check|tune|bench>"),
     ("--implementation=cudnn",
      "flag --implementation=cudnn: value should be one of <sm90|sm80|sm100|reference>"),
     ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
@@ -254,7 +243,7 @@ WRONG = [
     ("--mesh=tp:2 --coordinator=no.such.host.invalid:1 --processes=2 --process=1",
      "coordinator: no.such.host.invalid:1: "),
     ("extra",
-     "expected flags, or one of decode, train, parity, check, tune, bench as the first "
+     "expected flags, or one of decode, train, check, tune, bench as the first "
      "argument, got 'extra'"),
     ("--prompt=", "prompt 1 is empty"),
     (f"--prompt={'a' * 513}", "prompt 1: 513 tokens do not fit in a capacity of 512"),
@@ -335,7 +324,7 @@ def test_every_flagfile_for_a_gpu_gets_as_far_as_the_gpu(called, path):
 
 def test_help_names_every_flag_of_its_own(called):
     status, out, error = called("--help")
-    assert (status, error) == (0, "") and "python run.py --task=parity" in out
+    assert (status, error) == (0, "") and "python run.py --task=bench" in out
     for name in driver_flags.NAMES:
         assert f"--{name}=" in out or f"--[no]{name}" in out
     assert max(map(len, out.splitlines())) <= 100

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from benchmarks import decode_loop, rows
-from pallas_lm import check, decode, session
+from pallas_lm import decode, decode_check, session
 from tests.lm.loops import options, refuses, shown, small
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -133,7 +133,7 @@ def test_a_report_has_a_row_for_each_step(tmp_path, monkeypatch):
 
 
 def test_a_wrong_decode_is_not_measured(monkeypatch):
-    monkeypatch.setattr(check, "_ROUNDINGS", 0)
+    monkeypatch.setattr(decode_check, "_ROUNDINGS", 0)
     subject = decode_loop.Subject("small", *small(), options(cache="stacked"), 20)
     with pytest.raises(ValueError, match="report: the stacked cache decodes wrongly, nothing"):
         list(decode_loop._measure(subject, [2]))

@@ -23,9 +23,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn._call import dispatch
+from pallas_attn._call import axes, dispatch
+from pallas_attn._mesh import sharding
 from tests.parallel import test_kernels_batched_and_sharded as in_place
-from tests.support import in_numpy
+from tests.support import in_numpy, operations
 from tests.support.public_calls import CALLS, KINDS, OF_EACH_KIND, cache_of, draw
 
 PLACES = {"b": "x", "B": "x", "t": "x", "h": "y", "H": "y"}  # mesh axes, by letter
@@ -245,6 +246,16 @@ def test_results_are_split_as_q_or_else_as_keys():
     q = jax.device_put(CALLS["stacked: decode"].arrays["q"], spec())
     out = jax.eval_shape(pa.decode_attention, q, cache)
     assert out.sharding.spec == P(None, None, "y", None)
+
+
+@pytest.mark.parametrize("operation", ["append", "keep", "decode"])
+def test_a_device_has_the_capacities_of_its_own_sequences(operation):
+    """Kernels that widen a cache count its sequences by them."""
+    problem = operations._BASE[operation]
+    split = sharding.Split((("m", "k"),), (), ("m", "k"))
+    local = axes.local_problem(problem, split, ((problem.sequences // 4, 2),))
+    assert (local.sequences, local.kv_heads) == (problem.sequences // 4, 2)
+    assert local.capacities == problem.capacities[: problem.sequences // 4]
 
 
 MAPPED = ["kv_indices", "rotary_positions", "packed rotary", "ragged", "stacked: append tree"]

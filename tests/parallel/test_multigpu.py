@@ -22,7 +22,7 @@ import pallas_attn as pa
 import pallas_lm as lm
 from pallas_attn._call import config as _config
 from pallas_attn._context_parallel import layout
-from pallas_lm import check, decode, model, train
+from pallas_lm import decode, decode_check, model, train
 from tests.caches import test_keep
 from tests.parallel import test_context as contexts
 from tests.parallel import test_sharded_caches as rows_of_caches
@@ -250,7 +250,7 @@ def test_a_model_whose_sums_are_over_devices(batch):
     run = decode.Run(config, params, options, prompts, 20)
     for _ in run:
         pass
-    for row in check.rows(run, params):
+    for row in decode_check.rows(run, params):
         assert row.held, row
 
 

@@ -115,7 +115,7 @@ BUCKETS = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)  # he
 
 def written_by_hand(scope):
     """NumPy's version of the pages' masks, bool, and of their scores, functions of the logits."""
-    T = scope["T"]  # noqa: N806
+    T = scope["T"]
     q, kv = np.ogrid[:T, :T]
     causal, far = q >= kv, q - kv
     ids = np.arange(T) // 32
@@ -149,7 +149,7 @@ def test_recipes_of_masks_and_scores_are_what_their_names_say():
     functions = scope["scores"] | {"T5": pa.score_fn(t5, BUCKETS)}
     masks, scores = written_by_hand(scope)
     assert masks.keys() == scope["masks"].keys() and scores.keys() == functions.keys()
-    B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
+    B, T, N, H = (scope[name] for name in "BTNH")
     q, k, v = (np.asarray(scope[name], np.float32) for name in "qkv")
     logits = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
 
@@ -362,7 +362,7 @@ def test_problems_that_no_kernel_takes(operation, fields):
 
 
 def test_the_matrix_knows_every_operation():
-    variants = {"decode_mla", "decode_quantized"}
+    variants = {"decode_mla", "decode_quantized", "decode_merged"}
     variants |= {"decode_listed", "decode_listed_mla", "listed_backward"}
     assert set(support.OPERATIONS) | variants == set(dispatch.TABLES)
 

@@ -539,7 +539,7 @@ def test_kernels_know_kinds_of_caches_from_their_layout():
     }
     users = {name for name in users if name.startswith("kernels.")}
     # both make a problem over rows that lie in another way
-    makers = {"kernels.decode_mla.packed", "kernels.prefill.sm90"}
+    makers = {"kernels.decode_mla.rows_as_sequences", "kernels.prefill.sm90"}
     assert users == {"kernels.attention.cache_layout"} | makers
 
 

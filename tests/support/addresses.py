@@ -54,7 +54,7 @@ PROGRAMS = {
     "prefill/combine_partials": f"{_HERE}partials_of_splits",
     "prefill/float8_tiles": f"{_HERE}tiles_of_a_float8_cache",
     "prefill/merge_parts": PARTIALS,
-    "prefill/packed": TABLES,
+    "prefill/packed_queries": TABLES,
     "prefill/shares": TABLES,
     "prefill/widened_sm90": f"{_HERE}a_widened_cache",
     "prefill/widening_producer": f"{_HERE}a_tile_that_is_widened_on_its_way",

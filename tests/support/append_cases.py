@@ -51,8 +51,7 @@ class Case:
     page_size: int = 4
     layers: int | None = None
     layer: int = 1
-    ragged: bool = False
-    from_end: bool = False  # `start` is where the rows end; wants `ragged`
+    ragged: bool = False  # counts of rows differ: some are none, some more than there are
     packed: bool = False  # `new_rows` of all sequences, in any order, each with its position
 
     def __str__(self) -> str:
@@ -62,9 +61,8 @@ class Case:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        if self.kind != "per_sequence":
-            return (self.capacity,)
-        return tuple(self.capacity + m % (self.spread + 1) for m in range(self.sequences))
+        spread = self.spread if self.kind == "per_sequence" else 0
+        return tuple(self.capacity + m % (spread + 1) for m in range(self.sequences))
 
     @property
     def pages(self) -> int:
@@ -91,8 +89,6 @@ class Case:
             page_size=self.page_size if paged else None,
             pages=self.pages if paged else None,
             layers=self.layers,
-            ragged=self.ragged,
-            from_end=self.from_end,
             packed=self.packed,
         )
 
@@ -110,13 +106,11 @@ class Case:
         problem = self.problem
         sides = [(dim, self._caches(rng, dim), self._rows(rng, dim)) for dim in _dims(problem)]
         sides += [(None, None, None)] * (2 - len(sides))
-        capacities = np.resize(self.capacities, self.sequences)
         turn = rng.integers(len(STARTS))
-        start = [STARTS[(turn + m) % len(STARTS)](int(c)) for m, c in enumerate(capacities)]
-        new_lengths = table = None
-        if self.ragged:
-            some = (0, 1, self.new_rows, self.new_rows - 1, -2, self.new_rows + 9)
-            new_lengths = np.resize(some, self.sequences).astype(np.int32)
+        start = [STARTS[(turn + m) % len(STARTS)](c) for m, c in enumerate(self.capacities)]
+        some = (0, 1, self.new_rows, self.new_rows - 1, -2, self.new_rows + 9)
+        some = some if self.ragged else (self.new_rows,)
+        new_lengths, table = np.resize(some, self.sequences).astype(np.int32), None
         if self.kind == "paged":
             width = self.capacity // self.page_size
             table = rng.permutation(self.pages)[: self.sequences * width].astype(np.int32)
@@ -124,13 +118,12 @@ class Case:
             table = table.reshape(self.sequences, width)
         layer = None if self.layers is None else np.int32(self.layer)
         (_, k_cache, k), (_, v_cache, v) = sides
-        positions = np.asarray(start, np.int64) + (new_lengths if self.from_end else 0)
-        starts = positions.astype(np.int32)
         if self.packed:
             return AppendInputs(k_cache, v_cache, k, v, None, None, table, layer)._replace(
-                **self._places(rng, starts)
+                **self._places(rng, np.asarray(start, np.int32))
             )
-        return AppendInputs(k_cache, v_cache, k, v, starts, new_lengths, table, layer)
+        end = (np.asarray(start, np.int64) + new_lengths).astype(np.int32)
+        return AppendInputs(k_cache, v_cache, k, v, end, new_lengths, table, layer)
 
     def _places(self, rng: np.random.Generator, starts: np.ndarray) -> dict[str, np.ndarray]:
         """A sequence and a position for each row, no place twice: from these starts on, and some
@@ -140,7 +133,7 @@ class Case:
         nth = [(owners[:i] == owner).sum() for i, owner in enumerate(owners)]
         start = np.where(starts < 0, -1, np.minimum(starts, 2**30))[owners] + nth
         start = np.where((starts[owners] < 0) | (rng.random(self.new_rows) < 0.1), -(2**31), start)
-        return {"owners": owners, "start": start.astype(np.int32)}
+        return {"owners": owners, "positions": start.astype(np.int32)}
 
     def _caches(self, rng: np.random.Generator, dim: int) -> Any:
         arrays = tuple(random_bits(rng, shape, self.dtype) for shape in self.cache_shapes(dim))
@@ -162,17 +155,12 @@ class Case:
     def _expected(self, inputs: AppendInputs, cache: Any, new: np.ndarray) -> Any:
         separate = isinstance(cache, tuple)
         after = [array.copy() for array in (cache if separate else (cache,))]
-        start = inputs.start.astype(np.int64)
         if self.packed:
-            wanted = [
-                ((n,), m, at) for n, (m, at) in enumerate(zip(inputs.owners, start, strict=True))
-            ]
+            rows = zip(inputs.owners, inputs.positions.tolist(), strict=True)
+            wanted = [((n,), m, at) for n, (m, at) in enumerate(rows)]
         else:
-            counts = np.full(self.sequences, self.new_rows)
-            if inputs.new_lengths is not None:
-                counts = inputs.new_lengths.astype(np.int64)
-            if self.from_end:
-                start = np.where(start >= 0, start - counts, -1)
+            end, counts = (x.astype(np.int64) for x in (inputs.end, inputs.new_lengths))
+            start = np.where(end >= 0, end - counts, -1)
             wanted = rows_from(start, np.minimum(counts, self.new_rows))
         layer = 0 if self.layers is None else int(inputs.layer)
         if 0 <= layer < (self.layers or 1):
@@ -182,8 +170,7 @@ class Case:
 
     def places(self, wanted: Iterable[Any], page_table: np.ndarray | None) -> list[Place]:
         """Destinations of the new rows that have one."""
-        capacities = np.resize(self.capacities, self.sequences)
-        return places(self.kind, capacities, wanted, page_table, self.page_size, self.pages)
+        return places(self.kind, self.capacities, wanted, page_table, self.page_size, self.pages)
 
 
 def rows_from(start: np.ndarray, counts: np.ndarray) -> list[Any]:
@@ -260,7 +247,6 @@ CASES: tuple[Case, ...] = (
     *(case for t in (2, 7) for m in (1, 3) for case in _every(sequences=m, new_rows=t)),
     *(case for t in (2, 7) for case in _every(new_rows=t, ragged=True, sequences=9)),
     *_every(ragged=True, sequences=9),
-    *(case for t in (1, 7) for case in _every(9, t, ragged=True, from_end=True)),
     *_every(new_rows=300, capacity=288, sequences=2, kv_heads=2, head_dim=16, page_size=16),
     *_every(new_rows=300, capacity=400, sequences=5, ragged=True, kv_heads=3, page_size=8),
     *(Case(kind, 3, 2, *shape) for shape in _SHAPES for kind in ("per_sequence", "paged")),

@@ -22,12 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn._call import device
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_lm import config as lm_config
 from pallas_lm import decode as lm_decode
 from pallas_lm import state as lm_state
-from tests.support import aot
+from tests.support import aot, reach
 from tests.support.problems import by_name
 
 LM = lm_config.Config(
@@ -62,7 +61,7 @@ def fetching(options, q, k, v):
     """Attention of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
     call = functools.partial(by_name.flash_attention, **options, context=pa.Context("cp", "zigzag"))
     spec = jax.P(None, "cp")
-    with device.assume_reach():
+    with reach.assumed():
         return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
 
 
@@ -91,7 +90,7 @@ def rows_of_a_cache(k, v, *rows):
         return jax.lax.scan(step, cache, every)[1].reshape(1, 1, -1)
 
     split, whole = jax.P(None, "cp"), jax.P()
-    with device.assume_reach():
+    with reach.assumed():
         specs = {"in_specs": (split, split, whole, whole, whole), "out_specs": split}
         return jax.shard_map(local, **specs, check_vma=False)(k, v, *rows)
 
@@ -116,7 +115,7 @@ def _shape(dtype: str, *sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
-def _attention(  # noqa: PLR0913
+def _attention(
     target: str,
     dim: int,
     *,

@@ -191,7 +191,7 @@ def attention(  # noqa: PLR0913
     return results
 
 
-def tangents(  # noqa: PLR0913
+def tangents(
     arrays: dict[str, Any],
     along: dict[str, Any],
     *,

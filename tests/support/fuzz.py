@@ -398,7 +398,7 @@ def pretended(case: Any, place: Place) -> Iterator[str]:
         yield generation
 
 
-def lower(  # noqa: PLR0913
+def lower(
     operation: str,
     function: Any,
     arguments: dict[str, Any],

@@ -308,7 +308,7 @@ def run_learned(case: Learned, place: fuzz.Place, tally: fuzz.Tally) -> None:
         round_.try_each(place, tally)
 
 
-def _learned_expected(  # noqa: PLR0913
+def _learned_expected(
     case: Learned,
     plain: dict[str, Any],
     aux: tuple[jax.Array, ...],

@@ -67,9 +67,9 @@ _APPEND = AppendProblem(
     kv_heads=8,
     head_dim=128,
     v_head_dim=128,
-    capacities=(1024,),
+    capacities=(1024,) * 8,
 )
-_KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
+_KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,) * 8)
 _DECODE = DecodeProblem(
     gpu="sm90",
     kind="stacked",
@@ -117,7 +117,7 @@ def _head_dims(*dims: int) -> Variants:
 _BOTH_DIMS = tuple({"head_dim": h, "v_head_dim": hv} for h, hv in ((192, 128), (72, 80)))
 _GROUPS = _each((8, 32, 56, 64), "q_heads")
 _CACHES: Variants = (
-    {"kind": "per_sequence", "capacities": (1024,) * 8},
+    {"kind": "per_sequence"},
     {"kind": "stacked"},
     {"kind": "paged", "page_size": 16, "pages": 512},
 )
@@ -190,11 +190,12 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "quantised to": _QUANTISED,
         "head dim": _head_dims(1, 64, 72, 128, 256, 512),
         "rows of several layers": ({"layers": 32},),
-        "ragged chunks": ({"new_rows": 64, "ragged": True},),
+        "ragged chunks": ({"new_rows": 64},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
         "rows split over devices, keep of 32 layers": (
-            {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
+            {"new_rows": 8 * 32 * 8, "packed": True}
+            | {"sequences": 8 * 32, "capacities": (1024,) * 8 * 32},
         ),
         "one array alone": ({"v_head_dim": None},),
         "latent rows of 656 bytes": (

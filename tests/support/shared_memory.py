@@ -294,7 +294,7 @@ def others(pick: random.Random) -> AppendProblem | KeepProblem | QuantizeProblem
         "kv_heads": heads,
         "head_dim": dim,
         "v_head_dim": v_dim,
-        "capacities": (capacity,) * (sequences if kind == "per_sequence" else 1),
+        "capacities": (capacity,) * sequences,
         "layers": pick.choice((None, 3)),
         "quantized": quantized,
     }
@@ -304,7 +304,7 @@ def others(pick: random.Random) -> AppendProblem | KeepProblem | QuantizeProblem
         return KeepProblem(width=pick.choice((0, 1, 16, 48, 200, 1000)), **fields)
     packed = _maybe(pick)
     change = Change(dim, eps=1e-6, pairs=dim // 2, positions=64) if _maybe(pick) else None
-    fields |= {"packed": packed, "ragged": not packed and _maybe(pick), "change": change}
+    fields |= {"packed": packed, "change": change}
     return AppendProblem(dtype=dtype, new_rows=pick.choice((1, 16, 300)), **fields)
 
 

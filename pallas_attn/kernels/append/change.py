@@ -117,7 +117,7 @@ def _position(ctx: ThreadContext, row: Index) -> Index:
     thread, refs, at, plan = ctx
     token = row // plan.problem.kv_heads
     if plan.problem.packed:
-        position = append_plan.packed_row(ctx, refs.start, token)
+        position = append_plan.packed_row(ctx, refs.positions, token)
     else:
         position = token + at.start
     return thread.minimum(thread.maximum(position, 0), change_of(plan).positions - 1)

@@ -2,9 +2,10 @@
 place.
 
 New rows arrive item-major, `[M, t, K, H]`, or packed, `[tokens, K, H]`, with the sequence and the
-position of each; a cache is head-major, `[K, capacity, H]`. Row i of sequence m goes to position
-start[m] + i of every kv head, if i < new_lengths[m] and the position exists; rows without a place
-are dropped and nothing else is touched. Where rows are stored as they come there is no arithmetic
+position of each; a cache is head-major, `[K, capacity, H]`. The rows of sequence m end before
+position end[m]: row i goes to position end[m] - new_lengths[m] + i of every kv head, if
+i < new_lengths[m] and the position exists; rows without a place are dropped and nothing else is
+touched. Where rows are stored as they come there is no arithmetic
 on them (a cast to the cache's dtype is left to XLA, which fuses it into the program that made the
 rows), so the kernel moves words: the widest of 1 to 16 bytes that a head's row divides into, which
 is also its alignment. Any K and H will do, and any dtype. Rows that are quantised, or normed and
@@ -35,9 +36,9 @@ from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches
 from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
+from pallas_attn.kernels.append import limits, separate_arrays
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
-from pallas_attn.kernels.append import separate_arrays
 from pallas_attn.kernels.append.plan import AppendRefs, Place, Plan
 from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
@@ -71,7 +72,7 @@ def limit(problem: AppendProblem) -> Limit | None:
         return refused
     if problem.change is not None and (refused := append_change.limit(problem)) is not None:
         return refused
-    if (refused := separate_arrays.limit(problem)) is not None:
+    if (refused := limits.limit(problem)) is not None:
         return refused
     layout, most = cache_layout.layout_of(problem), 4 if problem.quantized else 2
     most = separate_arrays.most_arrays(most)
@@ -145,9 +146,9 @@ def _kernel(refs: AppendRefs, plan: Plan) -> None:
         elif plan.lanes:
             threads.run(append_quantize.write_rows, plan, refs, at)
         else:
-            thread_program.each_thread(thread_program.in_context(_append, plan), refs, at)
+            threads.run(_append, plan, refs, at)
 
-    if refs.new_lengths is None or plan.chunks == 1:
+    if plan.problem.packed or plan.chunks == 1:
         write()
         return
     # Ragged prefill: a block that lies past its sequence's rows reads nothing. One token must not
@@ -193,9 +194,9 @@ def _write_into(
         return {name: written[name] for name in caches}
 
     def launch(caches, problem, rows_of):
-        lengths = None if rest.new_lengths is None else rows_of(rest.new_lengths)
         rows = {side: rows_of(x) for side, x in new.items()}
-        own = rest._replace(start=rows_of(rest.start), new_lengths=lengths)
+        lengths = {"end": rest.end, "new_lengths": rest.new_lengths}
+        own = rest._replace(**{name: rows_of(x) for name, x in lengths.items() if x is not None})
         return _launch(caches, rows, own, problem, config)
 
     return separate_arrays.by_launches(caches, problem, launch)
@@ -218,7 +219,8 @@ def _launch(
     operands = AppendRefs(
         new=tuple(rows.astype(plan.new_dtype) for rows in new.values()),
         caches=tuple(zip(*refs.values(), strict=True)),
-        start=rest.start,
+        end=rest.end,
+        positions=rest.positions,
         new_lengths=rest.new_lengths,
         owners=rest.owners,
         cos=rest.cos,

@@ -31,7 +31,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import OVERFLOWS, UNCHANGED, Caches, KeepInputs, KeepProblem, Kept
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.append import separate_arrays
+from pallas_attn.kernels.append import limits, separate_arrays
 from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
@@ -53,7 +53,7 @@ class Config(OneForAll):
 
 def limit(problem: KeepProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := separate_arrays.limit(problem)) is not None:
+    if (refused := limits.limit(problem)) is not None:
         return refused
     if problem.width > ROWS_MOST:
         return Limit(

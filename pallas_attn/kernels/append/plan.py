@@ -117,7 +117,8 @@ class AppendRefs(NamedTuple):
     new: tuple[GmemRef, ...]  # K, and V where there is one
     # A sequence each, or one for all: K and V, and the scales of K and of V where they have any.
     caches: tuple[tuple[GmemRef, ...], ...]
-    start: GmemRef
+    end: GmemRef | None  # this and the next two: those of `AppendInputs`
+    positions: GmemRef | None
     new_lengths: GmemRef | None
     capacities: GmemRef | None  # int32[M], where they differ
     page_table: GmemRef | None
@@ -156,17 +157,15 @@ def block_at(ctx: KernelContext) -> At:
         rows = jnp.int32(problem.new_rows)
         rows = rows if layer is None else jnp.where(plan.layout.has_layer(layer), rows, 0)
         return At(sequence, block, None, rows, None, layer)
-    start = known = refs.start[sequence]
-    if problem.from_end:
-        assert refs.new_lengths is not None
-        start = known - refs.new_lengths[sequence]  # wraps only where `known` is negative
+    assert refs.end is not None and refs.new_lengths is not None
+    end = refs.end[sequence]
+    start = end - refs.new_lengths[sequence]  # wraps only where `end` is negative
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     # start + row could pass 2**31, this cannot.
     rows = (plan.layout.capacity if capacity is None else capacity) - start
     rows = jnp.minimum(rows, problem.new_rows)
-    if refs.new_lengths is not None:
-        rows = jnp.minimum(rows, refs.new_lengths[sequence])
-    rows = jnp.where(start | known >= 0 if problem.from_end else start >= 0, rows, 0)
+    rows = jnp.minimum(rows, refs.new_lengths[sequence])
+    rows = jnp.where(start | end >= 0, rows, 0)
     if layer is not None:
         rows = jnp.where(plan.layout.has_layer(layer), rows, 0)
     return At(sequence, lax.rem(block, jnp.int32(plan.chunks)), start, rows, capacity, layer)
@@ -205,7 +204,7 @@ def place(ctx: ThreadContext, word: Index, row_words: int) -> Place:
     sequence, capacity, page = at.sequence, at.capacity, None
     if plan.problem.packed:
         sequence = packed_row(ctx, refs.owners, row)
-        position = packed_row(ctx, refs.start, row)
+        position = packed_row(ctx, refs.positions, row)
         if plan.layout.capacity is None:
             capacity = thread.load(refs.capacities, sequence, 4)
         most = plan.layout.capacity if capacity is None else capacity

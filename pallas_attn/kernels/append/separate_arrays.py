@@ -1,6 +1,4 @@
-"""Launches over caches of separate arrays, of which one launch has parameters for so many; and the
-caches that append's kernels take.
-"""
+"""Launches over caches of separate arrays, of which one launch has parameters for so many."""
 
 import dataclasses
 import functools
@@ -10,27 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import QUANTIZED, AppendProblem, KeepProblem
-from pallas_attn.errors import Limit
+from pallas_attn._call.problem import AppendProblem, KeepProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Operand
 
-DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED)  # dtypes of caches
 Arrays = dict[str, tuple[Operand, ...]]  # by name, those of each sequence or one of all
-
-
-def limit(problem: AppendProblem | KeepProblem) -> Limit | None:
-    """Why no kernel here can take caches of this kind, or None."""
-    if problem.cache_dtype not in DTYPES:
-        return Limit(f"no {problem.cache_dtype} caches", f"use one of {', '.join(DTYPES)}")
-    capacity = max(problem.capacities, default=0)
-    if capacity >= 2**31:
-        return Limit(
-            f"capacity {capacity}: positions are int32",
-            "split each sequence over several caches of fewer than 2**31 rows",
-        )
-    return None
 
 
 # XLA looks through the text of a launch for each of its operands: 512 arrays compile in 3 s, 1536

@@ -193,7 +193,7 @@ class Paged(Layout):
     ) -> Index:
         return thread.load(page_table, self.entry_index(thread, sequence, entry), 4)
 
-    def note_missing(  # noqa: PLR0913
+    def note_missing(
         self,
         thread: Thread,
         page_table: GmemRef,

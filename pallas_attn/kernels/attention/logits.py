@@ -83,7 +83,7 @@ def tile_of_rows(
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 
-def masked_logits(  # noqa: PLR0913
+def masked_logits(
     ctx: KernelContext,
     rows: QueryRows,
     t: Index,

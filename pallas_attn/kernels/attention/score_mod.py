@@ -27,7 +27,7 @@ functions = Special("kernels.attention.functions")
 mask_bits = Special("kernels.attention.mask_bits")
 
 
-def logits(  # noqa: PLR0913
+def logits(
     ctx: KernelContext,
     rows: QueryRows,
     t: Index,

@@ -21,6 +21,7 @@ import numpy as np
 from pallas_attn.kernels.attention import partials, softmax
 from pallas_attn.kernels.attention.partials import Partial
 from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.decode.scheduler import Partials
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import LANES, Thread
@@ -30,7 +31,7 @@ from pallas_attn.kernels.mma import mma_rowmajor
 ZERO_BYTES = 2048  # zeros before the counters in global memory
 
 LOADS_AT_ONCE = 16  # loads of partials that a warp has under way: each batch is a trip to memory
-ROWS_AT_ONCE = 2  # rows (or halves of wider ones) that a warp combines in the same trips
+ROWS_A_TRIP = 2  # rows (or halves of wider ones) that a warp combines in the same trips
 
 
 class WarpPartials(NamedTuple):
@@ -75,10 +76,7 @@ class Head(NamedTuple):
     sequence: Index
     head: Index
     lost: Index  # 1: the result is NaN
-    count: Index  # the rest as in `scheduler.Partials`
-    own: Index
-    first: Index
-    later: Index
+    places: Partials
     queries: Index | None = None  # packed query rows of the sequence
     row: Index | None = None  # the first of them
 
@@ -138,7 +136,7 @@ def write_partial(ctx: ThreadContext) -> None:
     def write(places: list[_Place]) -> None:
         for place in places:
             partial = _of_warps(ctx, place)
-            line = at.own * plan.queries.chunk_rows + place.row
+            line = at.places.own * plan.queries.chunk_rows + place.row
             words = plan.problem.v_head_dim // 4
             index = thread.to_int64(line) * words + thread.to_int64(place.column)
             thread.store_floats(results.partial_out, index, partial.out, place.exists)
@@ -168,7 +166,7 @@ def arrive(ctx: ThreadContext) -> None:
             line = line + at.row * queries.group // queries.chunk_rows + chunk
         counter = head * plan.lines + line
     counter = counter + ZERO_BYTES // 4
-    thread.arrive(refs.counters, counter, at.count, refs.last)
+    thread.arrive(refs.counters, counter, at.places.count, refs.last)
 
 
 class _Batch(NamedTuple):
@@ -207,20 +205,20 @@ class _Batch(NamedTuple):
 def combine(ctx: ThreadContext) -> None:
     """The last block: the partials of all blocks -> the result. `ctx.refs`: `Results`.
 
-    A warp has a row, or `ROWS_AT_ONCE` if it has no more. Each lane loads the row max and the row
+    A warp has a row, or `ROWS_A_TRIP` if it has no more. Each lane loads the row max and the row
     sum of one partial; then the warp adds up the outputs, lanes side by side.
     """
-    thread, refs, at, plan = ctx
-    trips = (at.count + (LANES - 1)) // LANES
+    (thread, refs, at, plan), count = ctx, ctx.at.places.count
+    trips = (count + (LANES - 1)) // LANES
     words = plan.problem.v_head_dim // 4
     lane = thread.index % LANES
 
     def one_trip(trip: Index, carry: list, places: list[_Place]) -> list:
         p = trip * LANES + lane
-        exists = p < at.count
-        index = thread.choose(p < 1, at.first, at.later + p * plan.partials_a_block)
-        start = thread.choose(exists, index, at.first) * plan.queries.chunk_rows
-        left = thread.minimum(at.count - trip * LANES, LANES)
+        exists, (_, _, first, later) = p < count, at.places
+        index = thread.choose(p < 1, first, later + p * plan.partials_a_block)
+        start = thread.choose(exists, index, first) * plan.queries.chunk_rows
+        left = thread.minimum(count - trip * LANES, LANES)
         lines = [start + place.row for place in places]
         sums = [
             [thread.load_floats(ref, line, 1)[0] for ref in (refs.partial_max, refs.partial_sum)]
@@ -228,14 +226,14 @@ def combine(ctx: ThreadContext) -> None:
         ]
         loads = LOADS_AT_ONCE // len(places)
         batch = _Batch(thread, refs.partial_out, places, lines, left, words, loads)
-        first = batch.load(lane * 0)  # under way before the weights are known
+        loaded = batch.load(lane * 0)  # under way before the weights are known
         states, weights, outs = [], [], []
         for before, (own_max, own_sum) in zip(itertools.batched(carry, 6), sums, strict=True):
             new = partials.weighed(thread, own_max, own_sum, exists, before[:2])
             states.append([new.row_max, new.row_sum])
             weights.append(new.weight)
             outs.append([x * new.rescale for x in before[2:]])
-        outs = batch.added(outs, weights, lane * 0, first)
+        outs = batch.added(outs, weights, lane * 0, loaded)
 
         def more(number: Index, flat: list) -> list:
             start = (number + 1) * batch.loads
@@ -254,7 +252,7 @@ def combine(ctx: ThreadContext) -> None:
         for place, (top, total, *out) in zip(places, itertools.batched(carry, 6), strict=True):
             _write(ctx, refs, place, Partial(top, total, out))
 
-    _each_places(ctx, rows, ROWS_AT_ONCE)
+    _each_places(ctx, rows, ROWS_A_TRIP)
 
 
 def _each_places(ctx: ThreadContext, body: Callable[[list[_Place]], None], most: int) -> None:

@@ -16,6 +16,8 @@ SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 # A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
 MOST_SEQUENCES = 2000
+# Query rows of a launch whose rows are sequences of their own: shared memory has a table of them.
+ROWS_AT_ONCE = 512
 
 
 def dtype_limit(problem: DecodeProblem) -> Limit | None:

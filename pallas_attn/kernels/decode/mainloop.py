@@ -186,7 +186,7 @@ def epilogue(
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem
     lost = smem.table.lost[work.sequence]
-    at = combine_splits.Head(work.sequence, work.head, lost, *places, work.queries, work.row)
+    at = combine_splits.Head(work.sequence, work.head, lost, places, work.queries, work.row)
     acc, row_sum = totals(plan, state)
     to, rows = smem.warp_partials, plan.queries.warp_rows
     mma_rowmajor.store_accumulators(acc, state.row_max, row_sum, to, rows, plan.split)

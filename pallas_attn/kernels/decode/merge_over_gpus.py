@@ -1,6 +1,6 @@
 """The results of several GPUs, each over some of the keys, merged: with this ends decode attention
-over a cache whose rows they share (`_cache_rows`). A warp has a query row of one head, and its
-lanes the columns.
+over a cache whose rows they share (`_cache/sharded_rows.py`). A warp has a query row of one head,
+and its lanes the columns.
 
 Each GPU writes its result and its log-sum-exp, in float32, to a receive buffer of every other one,
 and merges what it receives with its own in the order of the GPUs, so that all have the same bits. A
@@ -100,7 +100,7 @@ def send_and_merge(
         buffers = *(peer for (peer,) in peers), received
         refs = Refs(out, lse, buffers, merged, merged_lse)
         at = _At(lax.axis_index("block"), device)
-        threads.each_thread(thread_program.in_context(_warp, problem), refs, at)
+        threads.run(_warp, problem, refs, at)
 
     like = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (out, lse)]
     blocks = -(-problem.lines // threads.WARPS)

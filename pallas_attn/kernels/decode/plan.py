@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.launches import FEW_ROWS
+from pallas_attn._call.launches import FOLDED_ROWS
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.cache_layout import Layout
@@ -295,7 +295,7 @@ class Plan:
     def split(self) -> Split:
         """Query rows and keys of each warp."""
         problem = self.problem
-        few = self.queries.rows <= FEW_ROWS and not problem.quantized and not self.is_float32
+        few = self.queries.rows <= FOLDED_ROWS and not problem.quantized and not self.is_float32
         integers = dequant.by_integers(problem.cache_dtype, problem.gpu)
         blocks, folded = self.queries.row_blocks, few and self.tiling.many_heads
         return Split(blocks, self.keys.tile, folded, integers, is_wide(problem))

@@ -28,10 +28,9 @@ from pallas_attn.kernels.decode.packed import PackedTable
 from pallas_attn.kernels.decode.plan import Plan, at_least, div
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.threads import LANES
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile, SmemRef
 from pallas_attn.masks import SIDES, Mask
-
-LANES = 32  # lanes of the warp that makes the table; each has consecutive sequences
 
 # ---- the table of sequences ----------------------------------------------------------------------
 
@@ -73,8 +72,9 @@ class TableRefs(NamedTuple):
 
 
 def fill_table(ctx: ThreadContext, meanwhile: Callable[..., None] | None = None) -> None:
-    """Fills the table of `ctx.refs`; `ctx.at`: 1 where the cache has the layer, else 0. `meanwhile`
-    runs while the loads of the lengths are under way.
+    """Fills the table of `ctx.refs`, by the lanes of a warp, each of which has consecutive
+    sequences; `ctx.at`: 1 where the cache has the layer, else 0. `meanwhile` runs while the loads
+    of the lengths are under way.
     """
     thread, (arrays, table, _), has_layer, plan = ctx
     sequences, writes, zero = plan.problem.sequences, thread.index < LANES, thread.index * 0

@@ -406,13 +406,8 @@ def _by_launches(
 
 
 def _config_of_few(few: DecodeProblem, config_type: Any) -> Any:
-    """The Config for sequences of few packed rows; that of a single sequence where bits may not
-    depend on others. Fewer stages change no bits.
-    """
-    problem = few
-    if few.batch_invariant:
-        problem = dataclasses.replace(few, sequences=1, capacities=(8192,), batch_invariant=False)
-    config, room = config_type.default(problem), gpu_specs.shared_memory(few.gpu)
+    """The Config for sequences of few packed rows."""
+    config, room = config_type.default(launches.alone(few)), gpu_specs.shared_memory(few.gpu)
     while bytes_of_launch(few, config) > room and (less := config.shallower()) is not None:
         config = less
     return config

@@ -315,7 +315,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     row: QueryRow,
     wg: Index,

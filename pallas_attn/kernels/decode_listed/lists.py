@@ -33,13 +33,13 @@ from pallas_attn._functions.program import (
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tiles
 from pallas_attn.kernels.decode import lost as lost_rows
+from pallas_attn.kernels.decode.limits import ROWS_AT_ONCE
 from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.mma.gathered_rows import TILE
 from pallas_attn.masks import FULL
 
 Array = jax.Array
 
-ROWS_AT_ONCE = 512  # query rows of a launch that keeps a table of them in shared memory
 MOST_LAUNCHES = 8  # launches that a program has one by one; of more it has a loop
 
 
@@ -191,17 +191,8 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     rows = jnp.where(seen, slab * slab_rows + key, -1)
     entry = jnp.arange(1, n + 1, dtype=jnp.int32)
     lengths = jnp.where(rows >= 0, entry[None], 0).max(axis=1)
-    lost = _lost(inputs, problem)[owner] & owned
+    lost = lost_rows.with_layer(inputs, problem)[owner] & owned
     return Lists(rows, jnp.where(lost, n + 1, lengths), numbers)
-
-
-def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
-    """bool[M]: sequences whose result is NaN."""
-    lost = lost_rows.sequences(inputs, problem)
-    if problem.layers is not None:
-        layer = jnp.asarray(inputs.layer)
-        lost = lost | (layer < 0) | (layer >= problem.layers)
-    return lost
 
 
 Launch = Callable[[DecodeInputs, DecodeProblem], tuple[Array, Array]]

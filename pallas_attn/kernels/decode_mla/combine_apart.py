@@ -24,7 +24,7 @@ from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table
 from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
-from pallas_attn.kernels.decode_mla.plan import groups_of, neighbours
+from pallas_attn.kernels.decode_mla.sm90_plan import groups_of, neighbours
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
@@ -79,16 +79,16 @@ def _partials_of(ctx: KernelContext, sequence: Index, chunk: Index) -> combine_l
     first_unit = start * groups.heads + head * units
     work = scheduler.work_at(groups, table, share, first_unit, sequence)
     count, *others = scheduler.partials_of(groups, share, work, jnp.int32(0))
-    own, first, later = (n * together + member for n in others)
-    return combine_latent.Partials(count, own, first, later, plan.partials_a_block)
+    places = scheduler.Partials(count, *(n * together + member for n in others))
+    return combine_latent.Partials(places, plan.partials_a_block)
 
 
-def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n: Index, state):
+def _some(ctx: KernelContext, partials: combine_latent.Partials, column: Index, n: Index, state):
     """Adds some partials to the state."""
     refs, columns = ctx.refs, columns_of(ctx.plan)
     width, at_once = jnp.int32(ctx.plan.problem.v_head_dim // columns), _at_once(ctx.plan)
     number = [n * at_once + i for i in range(at_once)]
-    place = [places.place(jnp.minimum(p, places.count - 1)) for p in number]
+    place = [partials.place(jnp.minimum(p, partials.count - 1)) for p in number]
     row_maxes = [combine_latent.load_rows(refs.row_max, at, mosaic.ROW) for at in place]
     row_sums = [combine_latent.load_rows(refs.row_sum, at, mosaic.ROW) for at in place]
     shape = (ROWS, columns)
@@ -100,7 +100,7 @@ def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n:
     acc = state.acc * mosaic.broadcast_rows(rescale, shape)
     for p, own_max, own_sum, tile in zip(number, row_maxes, row_sums, tiles, strict=True):
         # A place past the last partial is the last once more, which may hold infinities.
-        weight, exists = jnp.exp2(own_max - base), (p < places.count).astype(jnp.float32)
+        weight, exists = jnp.exp2(own_max - base), (p < partials.count).astype(jnp.float32)
         there = mosaic.broadcast_scalar(exists, (ROWS,)) > 0
         row_sum = row_sum + jnp.where(there, weight * own_sum, 0.0)
         there = mosaic.broadcast_scalar(exists, shape) > 0
@@ -114,15 +114,15 @@ def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, smem: CombineSmem, *,
     producer.fill_table(ctx)
     chunks = jnp.int32(plan.queries.chunks)
     sequence, chunk = lax.div(line, chunks), lax.rem(line, chunks)
-    places = _partials_of(ctx, sequence, chunk)
+    partials = _partials_of(ctx, sequence, chunk)
     columns, at_once = columns_of(plan), _at_once(plan)
     start = _State(
         mosaic.filled((ROWS,), -jnp.inf),
         mosaic.filled((ROWS,), 0.0),
         mosaic.filled((ROWS, columns), 0.0),
     )
-    step = functools.partial(_some, ctx, places, column)
-    batches = lax.div(places.count + (at_once - 1), jnp.int32(at_once))
+    step = functools.partial(_some, ctx, partials, column)
+    batches = lax.div(partials.count + (at_once - 1), jnp.int32(at_once))
     state = lax.fori_loop(0, batches, step, start)
     sinks = None
     if refs.sinks is not None:

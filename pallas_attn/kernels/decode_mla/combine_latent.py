@@ -24,7 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.decode import combine_splits
+from pallas_attn.kernels.decode import combine_splits, scheduler
 from pallas_attn.kernels.decode.combine_splits import Head, Results
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang import asm, mosaic, threads
@@ -55,20 +55,18 @@ def best_splits(plan: Plan, times: int, apart: bool = False) -> int:
 
 
 class Partials(NamedTuple):
-    """Places of the partials of a row: p at `first` where p is 0, else at `later + p * stride`."""
+    """The partials of a row."""
 
-    count: Index
-    own: Index
-    first: Index
-    later: Index
-    stride: int
+    places: scheduler.Partials
+    stride: int  # plan.partials_a_block
 
-    @classmethod
-    def of(cls, plan: Plan, head: Head) -> "Partials":
-        return cls(head.count, head.own, head.first, head.later, plan.partials_a_block)
+    @property
+    def count(self) -> Index:
+        return self.places.count
 
     def place(self, p: Index) -> Index:
-        return jnp.where(p < 1, self.first, self.later + p * self.stride)
+        """The place of partial p."""
+        return jnp.where(p < 1, self.places.first, self.places.later + p * self.stride)
 
 
 class Ending(NamedTuple):
@@ -83,9 +81,9 @@ class Ending(NamedTuple):
 
 def finish(ctx: KernelContext, results: Results, head: Head, end: Ending) -> None:
     """The result of a row, or a partial of it; the last block makes the result of all partials."""
-    pl.when(head.count == 1)(end.result)
+    pl.when(head.places.count == 1)(end.result)
 
-    @pl.when(head.count > 1)
+    @pl.when(head.places.count > 1)
     def _():
         end.partial()
         counter = combine_splits.CounterRefs(results.counters, ctx.smem.last)
@@ -206,7 +204,7 @@ def row_max_of(results: Results, partials: Partials, layout: Layout) -> Register
             )
         return row_max
 
-    start = load_rows(results.partial_max, partials.own, layout)
+    start = load_rows(results.partial_max, partials.places.own, layout)
     batches = lax.div(partials.count + (LOADS_AT_ONCE - 1), jnp.int32(LOADS_AT_ONCE))
     return lax.fori_loop(0, batches, some, start)
 

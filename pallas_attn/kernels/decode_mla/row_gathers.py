@@ -26,7 +26,7 @@ from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
 from pallas_attn.kernels.decode_mla.producer import TILE, Copy
-from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import (
@@ -174,8 +174,8 @@ def look_up(ctx: KernelContext, work: WorkTile, tile: Index) -> list[RegisterTil
     at = _Tile(work.sequence, jnp.minimum(tile * TILE, last))
 
     def row(n: int) -> RegisterTile:
-        program = thread_program.in_context(_row_number, ctx.plan, n=n)
-        return threads.each_thread(program, ctx.refs.page_table, at, returns="each")
+        program = functools.partial(_row_number, n=n)
+        return threads.run(program, ctx.plan, ctx.refs.page_table, at, returns="each")
 
     return [row(n) for n in range(gathered_rows.EACH)]
 
@@ -195,7 +195,7 @@ def note_holes(ctx: KernelContext, rows: list[RegisterTile], count: Index) -> No
     """Writes the tile's part of `holes`."""
     holes = ctx.smem.holes
     at = _Holes(lax.rem(count, jnp.int32(holes.shape[0])), rows)
-    threads.each_thread(thread_program.in_context(_note, ctx.plan), holes, at)
+    threads.run(_note, ctx.plan, holes, at)
 
 
 def _note(ctx: ThreadContext) -> None:

@@ -42,8 +42,8 @@ from pallas_attn.kernels.decode.loads import live_keys
 from pallas_attn.kernels.decode.mainloop import State, TileAt
 from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
-from pallas_attn.kernels.decode_mla import packed
-from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.decode_mla import rows_as_sequences
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -77,7 +77,7 @@ class Config(limits.RingConfig):
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """The choice with most bytes in flight that fits in shared memory."""
-        problem = packed.of_rows(problem)
+        problem = rows_as_sequences.of_rows(problem)
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
@@ -89,9 +89,9 @@ class Config(limits.RingConfig):
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := packed.limit(problem)) is not None:
+    if (refused := rows_as_sequences.limit(problem)) is not None:
         return refused
-    problem = packed.of_rows(problem)
+    problem = rows_as_sequences.of_rows(problem)
     return _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
 
 
@@ -158,7 +158,7 @@ def scratch(plan: Plan) -> LatentSmem:
 
 
 def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
-    problem = packed.of_rows(problem)
+    problem = rows_as_sequences.of_rows(problem)
     return limits.smem_bytes(scratch(plan_of(problem, config)))
 
 
@@ -228,8 +228,7 @@ def _load_queries(ctx: KernelContext, work: WorkTile) -> None:
 
 
 def _meet(plan: Plan, left: int | None) -> None:
-    program = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
-    threads.each_thread(program, (), ())
+    threads.run(functools.partial(thread_copies.wait_and_meet, left=left), plan, (), ())
 
 
 def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
@@ -256,9 +255,9 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
     if plan.unit_of_logits is None:
         s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
     logits = mainloop.masked(ctx, work, at.tile, s, _positions)
-    mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
-    mma_2x2.sync_row_pair(0)
-    peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
+    mma_2x2.store_row_partials(logits, smem.rows, "max")
+    mma_2x2.sync_row_pair()
+    peak = mma_2x2.load_row_totals(smem.rows, ROWS, "max")
     row_max = softmax.raise_to(peak, plan.unit_of_logits, state.row_max)
     base = softmax.base_of(row_max, empty_ok=True)
     p = softmax.exponentials(logits, plan.unit_of_logits, base)
@@ -271,7 +270,7 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
         return tuple(x * mosaic.broadcast_rows(rescale, x.shape) for x in older)
 
     acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
-    mma_2x2.sync_row_pair(0)
+    mma_2x2.sync_row_pair()
     values = mma_2x2.RightOperand(smem.kv, first, plan.problem.v_head_dim)
     acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.keys.tile, 1), TWO_BY_TWO)
     return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
@@ -293,14 +292,14 @@ def _epilogue(
     """A partial to global memory; the last block makes the result of all."""
     plan, smem = ctx.plan, ctx.smem
     lost = smem.table.lost[work.sequence]
-    mma_2x2.store_row_partials(state.row_sum, smem.rows, 0, "sum")
-    mma_2x2.sync_row_pair(0)
-    row_sum = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "sum")
+    mma_2x2.store_row_partials(state.row_sum, smem.rows, "sum")
+    mma_2x2.sync_row_pair()
+    row_sum = mma_2x2.load_row_totals(smem.rows, ROWS, "sum")
     row_sum = row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
     mosaic.store(results.partial_out.at[partials.own], state.acc)
     mosaic.store(results.partial_max.at[partials.own], state.row_max)
     mosaic.store(results.partial_sum.at[partials.own], row_sum)
-    head = combine_splits.Head(work.sequence, work.head, lost, *partials)
+    head = combine_splits.Head(work.sequence, work.head, lost, partials)
     counter = combine_splits.CounterRefs(results.counters, smem.last)
     threads.run(combine_splits.arrive, plan, counter, head)
 
@@ -320,7 +319,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[O
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    return packed.run(decode_sm90.launch, inputs, problem, config)
+    return rows_as_sequences.run(decode_sm90.launch, inputs, problem, config)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -46,7 +46,7 @@ from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
-from pallas_attn.kernels.decode.scheduler import Table, WorkTile
+from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
 from pallas_attn.kernels.decode_mla import (
     combine_apart,
     combine_latent,
@@ -54,9 +54,9 @@ from pallas_attn.kernels.decode_mla import (
     row_gathers,
     sm90_common,
 )
-from pallas_attn.kernels.decode_mla.plan import (
-    P_SLOTS,
-    V_WARPGROUPS,
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
+from pallas_attn.kernels.decode_mla.sm90_common import P_SLOTS, V_WARPGROUPS, Program
+from pallas_attn.kernels.decode_mla.sm90_plan import (
     columns_of,
     combined_apart,
     groups_of,
@@ -66,8 +66,6 @@ from pallas_attn.kernels.decode_mla.plan import (
     plan_of,
     scores_first,
 )
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
-from pallas_attn.kernels.decode_mla.sm90_common import Program
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
@@ -429,20 +427,20 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
     member, groups = member_of(plan, own.block_id), groups_of(plan)
     share = scheduler.share_of(groups, smem.table, member.group)
     count, *others = scheduler.partials_of(groups, share, work, member.group)
-    index, first, later = (n * neighbours(plan) + member.number for n in others)
+    places = Partials(count, *(n * neighbours(plan) + member.number for n in others))
     lost = smem.table.lost[work.sequence]
-    head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
+    head = combine_splits.Head(work.sequence, work.head, lost, places)
     state = state._replace(row_sum=combine_latent.with_lost(state.row_sum, lost))
     if combined_apart(plan):
-        return _write_partial(plan, own, index, state)
+        return _write_partial(plan, own, places.own, state)
 
     def result():
         factor = _factor(plan, own, work, state.row_max, state.row_sum)
         for n, acc in enumerate(state.accs):
             _write(plan, own, work, n, acc * mosaic.broadcast_rows(factor, acc.shape))
 
-    partial = functools.partial(_write_partial, plan, own, index, state)
-    partials = combine_latent.Partials.of(plan, head)
+    partial = functools.partial(_write_partial, plan, own, places.own, state)
+    partials = combine_latent.Partials(places, plan.partials_a_block)
     of_all = functools.partial(_combine, plan, own, work, partials)
     join = functools.partial(combine_latent.join, smem.joined)
     end = combine_latent.Ending(result, partial, of_all, wg == 0, join)

@@ -45,16 +45,14 @@ from pallas_attn.kernels.decode_mla import (
     sm90_few_rows,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
-from pallas_attn.kernels.decode_mla.sm90_common import Launch, Program
+from pallas_attn.kernels.decode_mla.sm90_common import P_SLOTS, V_WARPGROUPS, Launch, Program
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import byte_rows
 
 BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
-V_WARPGROUPS = 2  # warpgroups that have columns of the output
 OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
-P_SLOTS = 2  # tiles whose probabilities there is room for
 # Registers of a thread: scores, values, the producer. Spilled ones are slow to come back, since
 # shared memory leaves next to no L1.
 REGISTERS_OF_FEW, REGISTERS = (216, 136, 24), (184, 152, 24)
@@ -424,7 +422,7 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: sm90_few_row
     write = functools.partial(_write, plan, own, m)
     join = functools.partial(combine_latent.join, ctx.smem.joined)
     end = sm90_few_rows.Finish(write, own.member == 0, join)
-    head = combine_splits.Head(m, work.head, lost, *places)
+    head = combine_splits.Head(m, work.head, lost, places)
     sm90_few_rows.epilogue(ctx, results._replace(partial_out=accs), head, state, end)
 
 

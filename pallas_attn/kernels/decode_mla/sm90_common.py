@@ -16,9 +16,12 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import combine_splits, limits
 from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, DecodeTiling, Plan
-from pallas_attn.kernels.decode_mla import combine_latent, packed, producer
+from pallas_attn.kernels.decode_mla import combine_latent, producer, rows_as_sequences
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH
 from pallas_attn.kernels.lang.types import KernelConfig
+
+V_WARPGROUPS = 2  # warpgroups that have columns of the output, where there are several
+P_SLOTS = 2  # tiles whose probabilities there is room for
 
 
 def tiling_of(config: KernelConfig) -> DecodeTiling:
@@ -87,23 +90,25 @@ def kernel_with(
             """The deepest ring that fits in shared memory; and a few blocks less than there are
             multiprocessors, where all of those then have as much to do.
             """
-            problem, most = packed.of_rows(problem), cls().grid
+            problem, most = rows_as_sequences.of_rows(problem), cls().grid
             heads = problem.sequences * plan_of(problem, cls()).queries.chunks
             few = range(most, most - most // 16, -1)
             grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
             return limits.deepest(smem_bytes, problem, cls(grid=grid), limits.SMEM_LIMIT)
 
     def whole_limit(problem: DecodeProblem) -> Limit | None:
-        return packed.limit(problem) or limit(packed.of_rows(problem))
+        return rows_as_sequences.limit(problem) or limit(rows_as_sequences.of_rows(problem))
 
     def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
-        return limits.smem_bytes(program.scratch(plan_of(packed.of_rows(problem), config)))
+        return limits.smem_bytes(
+            program.scratch(plan_of(rows_as_sequences.of_rows(problem), config))
+        )
 
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig) -> Results:
         """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N,
         Hv] and [N, tokens].
         """
-        return packed.run(launches(launch), inputs, problem, config)
+        return rows_as_sequences.run(launches(launch), inputs, problem, config)
 
     return Kernel(Config, whole_limit, smem_bytes, run)
 

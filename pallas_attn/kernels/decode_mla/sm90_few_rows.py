@@ -312,7 +312,7 @@ def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index
         places, m = scheduler.partials_of(plan, share, work, block_id), work.sequence
         lost = smem.table.lost[m]
         row_sum = combine_latent.with_lost(state.row_sum.sum(axis=0), lost)
-        head = combine_splits.Head(m, work.head, lost, *places)
+        head = combine_splits.Head(m, work.head, lost, places)
         own = Finish(functools.partial(_write, plan, results, m))
         epilogue(ctx, results, head, state._replace(row_sum=row_sum), own)
         return count
@@ -337,14 +337,14 @@ def epilogue(
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    partials = combine_latent.Partials.of(ctx.plan, head)
+    partials = combine_latent.Partials(head.places, ctx.plan.partials_a_block)
 
     def partial():
         for ref, acc in zip(results.partial_out, state.accs, strict=True):
-            combine_latent.store(ref, partials.own, acc)
+            combine_latent.store(ref, partials.places.own, acc)
         if own.leads:
-            mosaic.store(results.partial_max.at[partials.own], state.row_max)
-            mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
+            mosaic.store(results.partial_max.at[partials.places.own], state.row_max)
+            mosaic.store(results.partial_sum.at[partials.places.own], state.row_sum)
 
     def of_all():
         own.write(combined(results, partials, [acc.shape for acc in state.accs]))

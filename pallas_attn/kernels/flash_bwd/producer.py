@@ -156,7 +156,7 @@ def _load_key_part(ctx: KernelContext, work: KeysOfBlock, part: KeyPart) -> None
 # ---- copies by TMA ------------------------------------------------------------------------------
 
 
-def load_rows(  # noqa: PLR0913
+def load_rows(
     ref: GmemRef,
     at: tuple[Index, ...],
     to: Panels,

@@ -168,7 +168,7 @@ def _consume(ctx: KernelContext, out: GmemRef, walk: BiasWalk, block: BiasBlock,
     _store(ctx, out, walk, block, wg, acc)
 
 
-def _store(  # noqa: PLR0913
+def _store(
     ctx: KernelContext,
     out: GmemRef,
     walk: BiasWalk,

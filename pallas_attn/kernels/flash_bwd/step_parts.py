@@ -81,7 +81,7 @@ def outputs(plan: KeyPlan, widths: Sequence[Widths]) -> list[jax.ShapeDtypeStruc
     return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
 
-def store_part(  # noqa: PLR0913
+def store_part(
     plan: KeyPlan,
     out: GmemRef,
     work: KeyTile,

@@ -105,7 +105,7 @@ def rows_of(ctx: KernelContext, code: Index) -> WideRows:
     return QueryRows(tile, sm90_dq.span_of(ctx, tile))
 
 
-def load(  # noqa: PLR0913
+def load(
     ctx: KernelContext,
     name: str,
     rows: Rows,

@@ -183,7 +183,7 @@ class Claiming:
     def start(self, ctx: KernelContext, block: Index) -> Start:
         return Start(-1, (first_code(ctx, block),))
 
-    def for_each_tile(  # noqa: PLR0913
+    def for_each_tile(
         self,
         ctx: KernelContext,
         block: Index,

@@ -90,7 +90,7 @@ def _wait_for(ctx: KernelContext, tile: WorkTile, t: Index, where: Predicate) ->
 # ---- kv tiles from the last to the first ---------------------------------------------------------
 
 
-def _load_entries(  # noqa: PLR0913
+def _load_entries(
     device: Index, ctx: KernelContext, turn: Turn, tile: WorkTile, kv_range: KvRange, count: Index
 ) -> tuple[Index, Any]:
     """`warpgroups.load_entries`."""
@@ -155,7 +155,7 @@ class _Load(NamedTuple):
     waits: Predicate  # whether something may not be here yet
 
 
-def _load_as_they_arrive(  # noqa: PLR0913
+def _load_as_they_arrive(
     device: Index,
     order: ChunkOrder,
     ctx: KernelContext,

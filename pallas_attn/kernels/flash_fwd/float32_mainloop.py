@@ -141,7 +141,7 @@ def _first_tile(
     return _State(acc, new.row_sum, new.row_max, numbers.terms_of(new.p), rescale)
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     rows: QueryRows,
     numbers: _Numbers,

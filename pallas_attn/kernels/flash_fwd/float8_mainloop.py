@@ -310,7 +310,7 @@ def _first_tile(
     return _State(acc, new.row_sum, new.row_max, p)
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     rows: QueryRows,
     factors: Factors,

@@ -87,7 +87,7 @@ def produce(ctx: KernelContext, block: Index) -> None:
     warpgroups.produce(ctx, block, load_entries)
 
 
-def load_entries(  # noqa: PLR0913
+def load_entries(
     ctx: KernelContext, turn: Turn, tile: WorkTile, listed: tuple[Index, Index], count: Index
 ) -> tuple[Index, None]:
     """`warpgroups.load_entries` of a list: how many tiles it has, and the last."""

@@ -128,7 +128,7 @@ def _no_keys(plan: QueryPlan) -> OutputSums:
     return OutputSums.nothing(acc, ROWS)
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     rows: QueryRows,
     factors: Factors,

@@ -100,7 +100,7 @@ class Entry(NamedTuple):
     before: Index
 
 
-def load_entry(  # noqa: PLR0913
+def load_entry(
     ctx: KernelContext,
     tile: WorkTile,
     entry: Entry,
@@ -284,7 +284,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Wor
     return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     rows: QueryRows,
     turns: Any,

@@ -201,7 +201,7 @@ def produce(ctx: KernelContext, block_id: Index) -> None:
     lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first))
 
 
-def _load_kv_tile(  # noqa: PLR0913
+def _load_kv_tile(
     ctx: KernelContext, tile: WorkTile, t: Index, ring: Ring, names: tuple[str, ...], count: Index
 ) -> None:
     """Kv tile t of the arrays of a ring, as its number `count`."""
@@ -281,7 +281,7 @@ def _issue_values(
         wgmma.value_panels(accs, x, panels.tiles(getattr(ctx.smem, name), slot))
 
 
-def _weights(  # noqa: PLR0913
+def _weights(
     ctx: KernelContext,
     rows: TangentRows,
     t: Index,

@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_attn.kernels.lang import asm, mosaic
 from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.thread_program import Thread
+from pallas_attn.kernels.lang.threads import LANES
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 
 _as_bytes = Primitive("booleans_as_bytes")
@@ -39,7 +40,6 @@ def as_bytes(x: jax.Array) -> jax.Array:
     return as_int8
 
 
-LANES = 32
 ROUND = 32  # tiles whose flags one word holds
 
 

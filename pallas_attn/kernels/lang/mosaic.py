@@ -105,7 +105,7 @@ def columns(ref: GmemRef, start: int, width: int, traced: Index) -> Any:
     return pl.ds(start if start + width <= ref.shape[-1] else start + 0 * traced, width)
 
 
-def share_registers(  # noqa: PLR0913
+def share_registers(
     wg: jax.Array,
     workers: int,
     load: Callable[[], None],

@@ -71,7 +71,7 @@ def copies(panels: Panels) -> int:
     return len(panels) if isinstance(panels, tuple) else 1
 
 
-def load(  # noqa: PLR0913
+def load(
     source: GmemRef,
     where: tuple[Any, Any, Index],
     panels: Panels,
@@ -86,7 +86,7 @@ def load(  # noqa: PLR0913
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
-def load_columns(  # noqa: PLR0913
+def load_columns(
     source: GmemRef,
     where: tuple[Any, ...],
     panels: tuple[Panel, ...],

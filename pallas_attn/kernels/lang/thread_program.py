@@ -212,7 +212,7 @@ def in_context(program: Callable[..., Any], plan: Any, **options: Any) -> Callab
     return lambda thread, refs, at: program(ThreadContext(thread, refs, at, plan), **options)
 
 
-def lane_kernel(  # noqa: PLR0913
+def lane_kernel(
     body: Callable[..., None],
     *,
     grid: int,

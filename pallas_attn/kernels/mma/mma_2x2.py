@@ -202,15 +202,15 @@ def row_layout(rows: int) -> Any:
     return TWO_BY_TWO.layout((rows, PARTIALS)).reduce(1)
 
 
-def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -> None:
+def store_row_partials(tile: RegisterTile, to: SmemRef, op: str) -> None:
     """The largest ("max") or the sum ("sum") of each row, over the columns that one warp has, to
-    shared memory: row r of warp w across to `to[w, first + r]`.
+    shared memory: row r of warp w across to `to[w, r]`.
     """
     (rows, columns), whole, (both, numpy) = tile.shape, to.shape[1], _BOTH[op]
 
-    def code(tile, to, first):
+    def code(tile, to):
         high, wide, lane = TWO_BY_TWO.place()
-        start = wide * whole + first + high * (rows // 2) + lane // 4
+        start = wide * whole + high * (rows // 2) + lane // 4
         base = asm.shared_address(to, start, 4)
         for n, pairs in enumerate(halves(tile, rows)):
             number = _tree(both, [vector.extract(x, [], [i]) for x in pairs for i in range(2)])
@@ -218,22 +218,22 @@ def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -
                 number = both(number, utils.shfl_bfly(number, distance))
             asm.do(f"st.shared.f32 [$0+{32 * n}], $1;", [base, number], "r,f")
 
-    def twin(tile, to, first):
+    def twin(tile, to):
         of_warps = numpy(np.asarray(tile).reshape(rows, 2, columns // 2), axis=2)
-        to[:, int(first) : int(first) + rows] = of_warps.T
+        to[:, :rows] = of_warps.T
 
-    types = (TWO_BY_TWO.layout((rows, columns)), REF, SCALAR)
-    mosaic.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
+    types = (TWO_BY_TWO.layout((rows, columns)), REF)
+    mosaic.inline(code, twin, (tile, to), types, None)
 
 
-def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterTile:
+def load_row_totals(ref: SmemRef, rows: int, op: str) -> RegisterTile:
     """The partials of both warps of a row that `store_row_partials` stored, as one: [rows]."""
     whole, (both, numpy) = ref.shape[1], _BOTH[op]
     layout = row_layout(rows)
 
-    def code(ref, first):
+    def code(ref):
         high, _, lane = TWO_BY_TWO.place()
-        start, f32 = first + high * (rows // 2) + lane // 4, ir.F32Type.get()
+        start, f32 = high * (rows // 2) + lane // 4, ir.F32Type.get()
         base, numbers = asm.address_of(ref, start, 4), []
         for n in range(rows // 16):
             two = [
@@ -243,22 +243,22 @@ def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterT
             numbers.append(vector.broadcast(ir.VectorType.get((1,), f32), both(*two)))
         return mosaic.array_of(numbers, (rows,), layout)
 
-    def twin(ref, first):
-        return numpy(ref[:, int(first) : int(first) + rows], axis=0).astype(np.float32)
+    def twin(ref):
+        return numpy(ref[:, :rows], axis=0).astype(np.float32)
 
     result = mosaic.tile_type((rows,), jnp.float32, layout=layout)
-    return mosaic.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
+    return mosaic.inline(code, twin, (ref,), (REF,), result)
 
 
-def sync_row_pair(group: Index) -> None:
-    """A barrier of the two warps of warpgroup `group` that have the same rows."""
+def sync_row_pair() -> None:
+    """A barrier of the two warps that have the same rows."""
 
-    def code(group):
+    def code():
         high, _, _ = TWO_BY_TWO.place()
-        number = group * 2 + high + BARRIER
+        number = high + BARRIER
         asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
 
-    mosaic.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
+    mosaic.inline(code, lambda: None, (), (), None)
 
 
 def partial_sums(tile: RegisterTile) -> RegisterTile:

@@ -565,7 +565,7 @@ def _columns(first: list, second: list) -> list[ir.Value]:
     ]
 
 
-def store_accumulators(  # noqa: PLR0913
+def store_accumulators(
     acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int, split: Split
 ) -> None:
     """Stores the first `rows` rows of each warp's accumulator, and their row max and row sum, to

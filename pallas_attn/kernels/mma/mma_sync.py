@@ -232,7 +232,7 @@ def load_fragments(ref: Ref, first: Array, rows: int, width: int) -> Array:
     return mosaic.inline(code, twin, (ref, first), types, mma_rowmajor.tile_of(shape, dtype))
 
 
-def scores(  # noqa: PLR0913
+def scores(
     q: tuple[Array, Array],
     k: tuple[Ref, Array],
     sizes: tuple[int, int, int],
@@ -314,7 +314,7 @@ def scores(  # noqa: PLR0913
     return mosaic.inline(code, twin, args, types, grid.tile_type(shape, jnp.float32))
 
 
-def matmul_add(  # noqa: PLR0913
+def matmul_add(
     acc: Array,
     p: Sequence[Array],
     v: Ref,

@@ -51,7 +51,7 @@ def pieces(index: Any, block: int, words: int) -> list[Piece]:
     return result
 
 
-def widen(  # noqa: PLR0913
+def widen(
     numbers: Any, scales: Any, slot: Any, to: Any, entry: Any, swizzle: int, loads: int
 ) -> None:
     """The rows in slot `slot` of numbers [slots, bytes] and scales float32[slots, rows], in entry

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     heads: Scalar
 
 
-def load(  # noqa: PLR0913
+def load(
     q: Ref, to: Ref, slot: Scalar, at: Place, tiles: tuple[int, int], rows: Ref | None = None
 ) -> None:
     """Asks for the tile's rows of q [tokens, N, H] in slot `slot` of `to`, zeros where there are

@@ -92,9 +92,9 @@ def _forward_cost(problem: AttentionProblem) -> float:
     """The dense forward's time, in the unit of `sm90.cost`."""
     config = flash_fwd.Config.default(problem)
     plan = flash_fwd.plan_of(problem, config)
-    speed = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}[config.warpgroups]
     rows = pl.cdiv(plan.order.work_tiles, BLOCKS) * plan.tiling.row_blocks
-    return rows / speed * (pl.cdiv(_keys(problem), 128) + 1.5)
+    tiles = pl.cdiv(_keys(problem), sm90.COST_TILE) + sm90.COST_OF_UNIT
+    return rows / sm90.COST_SPEEDS[config.warpgroups] * tiles
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -117,7 +117,12 @@ def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
 def plan_of(problem: AttentionProblem, config: Config) -> Plan:
     sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
     return Plan(
-        problem, config.prefill, Contiguous(*sizes), queries, keys_of, tma_producer.producer_of
+        problem,
+        config.prefill,
+        Contiguous(*sizes),
+        queries.QUERIES,
+        keys_of,
+        tma_producer.producer_of,
     )
 
 

@@ -110,7 +110,7 @@ def _tile(ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, masked: bo
     return _Tile(t, slot, masked, *[_unit(ctx, rows, t, unit) for unit in Units])
 
 
-def _softmax(  # noqa: PLR0913
+def _softmax(
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
@@ -147,7 +147,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot:
     return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
 
 
-def _step(  # noqa: PLR0913
+def _step(
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,

@@ -26,9 +26,11 @@ from pallas_attn.kernels.attention.cache_layout import Paged, Row
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import LANES, Float
+from pallas_attn.kernels.lang.threads import FOUR, LANES, Float
 from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
+from pallas_attn.kernels.prefill import slabs
+from pallas_attn.kernels.prefill.slabs import CacheRefs
 
 Array = jax.Array
 
@@ -37,7 +39,6 @@ NUMBERS = 8  # numbers of K of a word
 GROUP = 32  # keys of V of a thread
 COLUMNS = 4  # columns of V of a thread: the bytes of a word
 TOGETHER = 8  # rows that lie together in any layout: pages and capacities are multiples of it
-FOUR = 4
 LEAST_SCALE = 2.0**-64  # smaller scales of a tile count as this
 FINITE = 3e38
 
@@ -71,17 +72,6 @@ class Tiles:
     def heads(self) -> int:
         """Kv heads of all sequences."""
         return len(self.layout.capacities) * self.layout.kv_heads
-
-
-class TileRefs(NamedTuple):
-    """Global memory."""
-
-    tables: tuple[tuple[GmemRef, ...], ...]  # `Layout.tables`: K, V and their scales
-    lengths: GmemRef  # int32[M]
-    capacities: GmemRef  # int32[M], where they differ
-    page_table: GmemRef
-    layer: GmemRef  # int32[1]
-    results: tuple[GmemRef, ...] = ()  # written: K, V^T, `Units`
 
 
 class _Place(NamedTuple):
@@ -215,21 +205,19 @@ def _store_columns(
             thread.store(refs.results[1], line + unit, together, UNIT, exists)
 
 
-def _kernel(refs: TileRefs, *results: GmemRef, plan: Tiles) -> None:
+def _kernel(refs: CacheRefs, *results: GmemRef, plan: Tiles) -> None:
     layout, block = plan.layout, lax.axis_index("block")
     slab, tile = lax.div(block, jnp.int32(plan.tiles)), lax.rem(block, jnp.int32(plan.tiles))
-    m, head = (f(slab, jnp.int32(layout.kv_heads)) for f in (lax.div, lax.rem))
-    capacity = None if refs.capacities is None else refs.capacities[m]
-    live = jnp.clip(refs.lengths[m], 0, layout.capacity if capacity is None else capacity)
+    m, head, live, capacity = slabs.slab_of(layout, refs, slab)
     layer = None
     if layout.layers is not None:
         layer = jnp.clip(refs.layer[0], 0, layout.layers - 1)
     place = _Place(m, head, tile, live, layer, capacity)
-    program = thread_program.in_context(_make, plan)
+    refs = refs._replace(results=results)
 
     @pl.when(tile * KEYS < live)
     def _():
-        threads.each_thread(program, refs._replace(results=results), place)
+        threads.run(_make, plan, refs, place)
 
 
 def tiles_of(plan: Tiles, inputs: DecodeInputs) -> tuple[Array, Array, Array]:
@@ -248,7 +236,7 @@ def tiles_of(plan: Tiles, inputs: DecodeInputs) -> tuple[Array, Array, Array]:
             shape((plan.heads, plan.tiles, FOUR), jnp.float32),
         ],
     )
-    refs = TileRefs(
+    refs = CacheRefs(
         plan.layout.tables(*caches),
         inputs.lengths,
         plan.layout.capacities_operand(),

@@ -21,6 +21,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.decode import limits
+from pallas_attn.kernels.decode import lost as lost_rows
 from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.prefill.plan import over_contiguous_keys
 
@@ -85,7 +86,7 @@ def attend(
     each sequence, the first ones of q; None: all.
     """
     assert inputs.v_cache is not None  # latent caches have kernels of their own
-    lost = _is_lost(inputs, problem)
+    lost = lost_rows.with_layer(inputs, problem)
     lengths = jnp.where(lost, 0, jnp.maximum(inputs.lengths, 0))
     dense = AttentionInputs(
         inputs.q,
@@ -145,21 +146,3 @@ def _rows(
         m, pages, heads, size, dim = rows.shape
         return jnp.swapaxes(rows, 2, 3).reshape(m, pages * size, heads, dim)
     return jnp.swapaxes(rows, 1, 2)
-
-
-def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
-    """bool[M]: whether the result of a sequence is NaN: rows were lost, an empty sequence was never
-    extended, or the cache does not have the layer.
-    """
-    held = jnp.asarray(problem.capacities, jnp.int32)
-    if inputs.page_table is not None:
-        assert problem.pages is not None and problem.page_size is not None
-        there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)
-        held = jnp.cumprod(there.astype(jnp.int32), axis=1).sum(axis=1) * problem.page_size
-    lost = inputs.lengths > held
-    if inputs.new_lengths is not None:
-        lost = lost | ((inputs.lengths <= 0) & (inputs.new_lengths < 0))
-    if problem.layers is not None:
-        layer = jnp.asarray(inputs.layer)
-        lost = lost | (layer < 0) | (layer >= problem.layers)
-    return lost

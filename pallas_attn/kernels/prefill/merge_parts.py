@@ -17,7 +17,7 @@ from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
 from pallas_attn.kernels.lang.types import GmemRef, Index, Scalar
-from pallas_attn.kernels.prefill import packed, shares
+from pallas_attn.kernels.prefill import packed_queries, shares
 from pallas_attn.kernels.prefill.plan import Plan
 
 AT_ONCE = 8  # partials that a warp loads together
@@ -70,7 +70,7 @@ class _Merge(NamedTuple):
 
 def _before(ctx: ThreadContext, m: Index) -> _Totals:
     """Sums over the packed sequences before number m."""
-    size = packed.table_size(ctx.plan)
+    size = packed_queries.table_size(ctx.plan)
     return _Totals(*(ctx.thread.load(ctx.refs.sums, m + n * size, 4) for n in range(2)))
 
 
@@ -187,7 +187,7 @@ def _warp(ctx: ThreadContext) -> None:
     at = [token + level * tokens for level in range(levels)]
     parts = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
     total = _before(ctx, lane * 0 + problem.batch)
-    kept = [lane * 0 + (2 * packed.table_size(plan) + n) for n in shares.AT]
+    kept = [lane * 0 + (2 * packed_queries.table_size(plan) + n) for n in shares.AT]
     total = total._replace(dealing=shares.Dealing(*(thread.load(refs.sums, x, 4) for x in kept)))
     to = (thread.to_int64(token) * problem.q_heads + thread.to_int64(head)) * words
     columns = [lane + n for n in range(0, words, LANES)]

@@ -16,7 +16,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import dequant, narrow_rows
-from pallas_attn.kernels.prefill import packed, sm90, widening_producer
+from pallas_attn.kernels.prefill import packed_queries, sm90, widening_producer
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, unquantized
 
 Array = jax.Array
@@ -73,14 +73,14 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     """Shared memory of the launch that needs most."""
-    return max(bytes_of(plan_of(problem, config)), packed.bytes_of_few(problem))
+    return max(bytes_of(plan_of(problem, config)), packed_queries.bytes_of_few(problem))
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """The results of `sm90.run`."""
     into = None
     if problem.packed:
-        into, problem = packed.decode_few(inputs, problem)
+        into, problem = packed_queries.decode_few(inputs, problem)
     return sm90.launch_over_cache(plan_of(problem, config), inputs, into)
 
 

@@ -2,8 +2,8 @@
 
 Two parts of a plan have a plain case and special ones:
 
-  queries   the query rows that blocks take, modules with functions of the same names: `queries`, as
-            many of each sequence; `packed`; and `shared_parts`, over keys that sequences share
+  queries   the query rows that blocks take, a `Queries`: of `queries`, as many of each sequence;
+            `packed_queries`; and `shared_parts`, over keys that sequences share
   producer  how K and V come to shared memory, a `Producer`: `tma_producer`; `widening_producer`,
             for a quantised cache; `float8_producer`, for matmuls on 8 bits
 """
@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +29,7 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.logits import LogitRules
-from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
@@ -144,6 +143,24 @@ class SequenceKeys(NamedTuple):
     mask: Mask
 
 
+class Queries(NamedTuple):
+    """How blocks take query rows. Units are `queries.Units`, each a `queries.Unit`."""
+
+    packed: bool  # whether sequences have different numbers of query rows
+    scratch: Callable[["Plan"], "PrefillSmem"]  # shared memory of a block
+    partial_tiles: Callable[["Plan"], tuple[int, int]]  # sizes of partials: (lines, tiles of each)
+    units_of: Callable[[KernelContext, Index], Any]  # the units of a block
+    last_unit: Callable[[KernelContext], Index]  # the last number of all units
+    unit_of: Callable[[KernelContext, Any, Index], Any]  # the unit of a number, of a block's units
+    # `load(ctx, unit, wg, slot, exists)` asks for the rows of a consumer, `wait(ctx, slot)` until
+    # they are there, and `store(ctx, end, result)` writes theirs.
+    load: Callable[..., None]
+    wait: Callable[[KernelContext, Index], None]
+    store: Callable[..., None]
+    # `begin(ctx, wg, block_id)` fills the tables that units are looked up in, if there are any.
+    begin: Callable[[KernelContext, Index, Index], None] | None = None
+
+
 class Producer(NamedTuple):
     """How K and V come to the ring."""
 
@@ -163,7 +180,7 @@ class Plan:
     problem: AttentionProblem
     config: Any  # sm90.Config
     layout: cache_layout.Layout  # addresses of the keys
-    queries: ModuleType  # see the top of this file, as for `producer_of`
+    queries: Queries  # see the top of this file, as for `producer_of`
     keys_of: Callable[..., "SequenceKeys"]  # `queries.keys_of`, or `contiguous_sm90.keys_of`
     producer_of: Callable[["Plan"], Producer]
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
@@ -192,7 +209,7 @@ class Plan:
     @property
     def packed(self) -> bool:
         """Whether sequences have different numbers of query rows."""
-        return self.queries.PACKED
+        return self.queries.packed
 
     @functools.cached_property
     def pads_queries(self) -> bool:

@@ -22,7 +22,13 @@ from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
 from pallas_attn.kernels.prefill import mask_functions
-from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, SequenceKeys, base_scratch
+from pallas_attn.kernels.prefill.plan import (
+    Plan,
+    PrefillSmem,
+    Queries,
+    SequenceKeys,
+    base_scratch,
+)
 
 
 class Unit(NamedTuple):
@@ -107,7 +113,7 @@ def div_rem(n: Index, by: Index) -> tuple[Index, Index]:
     return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
 
 
-def unit_at(  # noqa: PLR0913
+def unit_at(
     ctx: KernelContext, m: Index, kv_head: Index, q_tile: Index, split: Index, rows: Index
 ) -> Unit:
     """The unit of a sequence that has so many query rows."""
@@ -173,9 +179,6 @@ def _row_sinks(ctx: KernelContext, rows: WgTile) -> RegisterTile:
 # ---- sequences that have equally many rows -------------------------------------------------------
 
 
-PACKED = False
-
-
 def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
     """The keys of a sequence of a cache, at the last of which the last query stands. The result is
     NaN where they are too many, never extended, or of a layer that does not exist.
@@ -209,9 +212,6 @@ def scratch(plan: Plan) -> PrefillSmem:
     )
 
 
-begin = None  # fills the tables that units are looked up in: there are none
-
-
 def units_of(ctx: KernelContext, block_id: Index) -> Units:
     """The units of a block."""
     return strided_units(ctx.plan, block_id, ctx.plan.units)
@@ -231,9 +231,7 @@ def unit_of(ctx: KernelContext, units: Units, number: Index) -> Unit:
     return unit_at(ctx, m, kv_head, q_tile, split, plan.problem.q_len)
 
 
-def load(  # noqa: PLR0913
-    ctx: KernelContext, unit: Unit, wg: Index, slot: Index, exists: Predicate
-) -> None:
+def load(ctx: KernelContext, unit: Unit, wg: Index, slot: Index, exists: Predicate) -> None:
     """Asks for the rows of a consumer, if the unit exists."""
     config = ctx.plan.config
     if config.splits > 1 and config.q_slots > 1:
@@ -295,3 +293,6 @@ def rows_of_tiles(plan: Plan, lse: jax.Array) -> jax.Array:
     lse = lse.reshape(m, kv_heads, -1, chunks, heads, rows)
     lse = lse.transpose(0, 1, 3, 4, 2, 5).reshape(m, kv_heads, chunks * heads, -1)
     return lse[:, :, : tiles.group, : tiles.q_len].reshape(m, -1, tiles.q_len)
+
+
+QUERIES = Queries(False, scratch, partial_tiles, units_of, last_unit, unit_of, load, wait, store)

@@ -16,7 +16,7 @@ from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang.types import Index
-from pallas_attn.kernels.prefill import kernel, merge_parts, packed, queries, shares
+from pallas_attn.kernels.prefill import kernel, merge_parts, packed_queries, queries, shares
 from pallas_attn.kernels.prefill.plan import (
     Plan,
     PrefillSmem,
@@ -26,9 +26,6 @@ from pallas_attn.kernels.prefill.plan import (
     partial_types,
 )
 from pallas_attn.kernels.prefill.queries import Ending, Unit, Units
-
-PACKED = True
-load, wait = packed.load, packed.wait
 
 
 def partial_tiles(plan: Plan) -> tuple[int, int]:
@@ -43,7 +40,7 @@ def scratch(plan: Plan) -> PrefillSmem:
 def begin(ctx: KernelContext, wg: Index, block_id: Index) -> None:
     refs = ctx.refs
     counted = shares.CountRefs(refs.starts, refs.lengths, ctx.smem.tables, refs.results[-1])
-    packed.fill(ctx, wg, shares.count, counted, block_id)
+    packed_queries.fill(ctx, wg, shares.count, counted, block_id)
 
 
 def units_of(ctx: KernelContext, block_id: Index) -> Units:
@@ -59,13 +56,24 @@ def last_unit(ctx: KernelContext) -> Index:
 
 def unit_of(ctx: KernelContext, units: Units, number: Index) -> Unit:
     """A q tile, and the kv tiles of it that a share has; its partial's number is no other's."""
-    unit, share = packed.unit_at(ctx, ctx.smem.tables.q_tiles, number), units.share
+    unit, share = packed_queries.unit_at(ctx, ctx.smem.tables.q_tiles, number), units.share
     lo, hi = (jnp.minimum(x, unit.span.hi) for x in shares.kv_tiles_of(ctx, unit.m, number, share))
     return unit._replace(span=unit.span._replace(lo=lo, hi=hi), line=number + share.block)
 
 
 def store(ctx: KernelContext, end: Ending, result: Result) -> None:
     queries.store_partial(ctx, end, 0, result)
+
+
+QUERIES = packed_queries.QUERIES._replace(
+    scratch=scratch,
+    partial_tiles=partial_tiles,
+    units_of=units_of,
+    last_unit=last_unit,
+    unit_of=unit_of,
+    store=store,
+    begin=begin,
+)
 
 
 def most_q_tiles(plan: Plan) -> int:

@@ -29,7 +29,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
-from pallas_attn.kernels.prefill import packed
+from pallas_attn.kernels.prefill import packed_queries
 from pallas_attn.kernels.prefill.plan import Plan, divided
 
 LEAST_STEPS = 2  # steps of a block: fewer take no less time
@@ -49,7 +49,7 @@ AT = Dealing()
 
 
 class Sums(NamedTuple):
-    """Running sums over the sequences before each one, int32[packed.table_size]."""
+    """Running sums over the sequences before each one, int32[packed_queries.table_size]."""
 
     q_tiles: SmemRef  # q tiles of a kv head
     steps: SmemRef
@@ -66,19 +66,19 @@ class CountRefs(NamedTuple):
 
 
 def sums_types(plan: Plan) -> Sums:
-    sums = plgpu.SMEM((packed.table_size(plan),), jnp.int32)
+    sums = plgpu.SMEM((packed_queries.table_size(plan),), jnp.int32)
     return Sums(sums, sums, plgpu.SMEM((len(AT),), jnp.int32))
 
 
 def kept_size(plan: Plan) -> int:
-    return 2 * packed.table_size(plan) + len(AT)
+    return 2 * packed_queries.table_size(plan) + len(AT)
 
 
 def count(ctx: ThreadContext) -> None:
     """The running sums, by one warp. `ctx.refs`: CountRefs; `ctx.at`: the block."""
     thread, refs, block, plan = ctx
-    size, block_kv = packed.table_size(plan), plan.config.block_kv
-    lane, mine, each = thread.index % 32, thread.index < 32, packed.lane_sequences(plan)
+    size, block_kv = packed_queries.table_size(plan), plan.config.block_kv
+    lane, mine, each = thread.index % 32, thread.index < 32, packed_queries.lane_sequences(plan)
     last, zero = plan.problem.batch - 1, thread.index * 0
     tiles, steps, odd, totals = zero, zero, zero, []
     over = [zero, zero]  # sequences with more q tiles than one, than two

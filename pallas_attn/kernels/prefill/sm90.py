@@ -25,8 +25,8 @@ A kv tile that the length cuts holds rows that do not exist. Scores of such keys
 values the producer waits, puts zeros in their place and only then says that the entry is ready.
 
 To follow a call, read `run` and `launch` here, then kernel.py, queries.py (units, and the rows of a
-consumer), tma_producer.py and plan.py. Calls with packed rows (packed.py), with keys that several
-sequences share (shared_parts.py) and with mask functions (mask_functions.py) read more.
+consumer), tma_producer.py and plan.py. Calls with packed rows (packed_queries.py), with keys that
+several sequences share (shared_parts.py) and with mask functions (mask_functions.py) read more.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import (
     combine_partials,
     kernel,
-    packed,
+    packed_queries,
     queries,
     shared_parts,
     tma_producer,
@@ -76,6 +76,12 @@ MOST_ARRAYS = 32  # separate caches
 CACHES_OF_A_LAUNCH = 8
 FEW_UNITS = 12  # units a block: where they are more, long ones and short ones even out
 FEW_UNITS_PACKED = 4  # the same where packed rows may be those of one sequence
+# The cost model (`cost`): keys of a tile, the speed of a consumer where a block has so many, and
+# tiles that a unit costs more than it has. As measured on an H200, three consumers are faster a row
+# than two; a single one has nobody to compute while it waits.
+COST_TILE = 128
+COST_SPEEDS = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}
+COST_OF_UNIT = 1.5
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
 
 
@@ -189,14 +195,13 @@ def _in_turn(config: Config) -> Config:
 
 def cost(plan: Plan, keys: int) -> float:
     """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
-    several. Three consumers are faster a row than two, as measured on an H200; a single one has
-    nobody to compute while it waits. A unit costs a tile and a half more than it has tiles, a
-    launch of `combine_partials` three, and partials what it takes to read them once.
+    several. A launch of `combine_partials` costs three, and partials what it takes to read them
+    once.
     """
     config = plan.config
-    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, 128)
-    speed = {1: 0.75, 2: 1.0, 3: 1.08}[config.warpgroups]
-    estimate = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
+    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, COST_TILE)
+    speed = COST_SPEEDS[config.warpgroups]
+    estimate = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + COST_OF_UNIT)
     if config.splits > 1:
         estimate += 3 + config.splits * plan.result_rows * plan.v.width * 4 / 2**21
     return estimate
@@ -268,7 +273,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     """Shared memory of the launch that needs most."""
     most = bytes_of(plan_of(problem, config))
-    return most if problem.merged is not None else max(most, packed.bytes_of_few(problem))
+    return most if problem.merged is not None else max(most, packed_queries.bytes_of_few(problem))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -276,7 +281,8 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(problem: DecodeProblem, config: Config) -> Plan:
-    rows = shared_parts if problem.merged is not None else packed if problem.packed else queries
+    rows = packed_queries.QUERIES if problem.packed else queries.QUERIES
+    rows = shared_parts.QUERIES if problem.merged is not None else rows
     return Plan(
         over_contiguous_keys(problem),
         config,
@@ -299,7 +305,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> Results
         return shared_parts.run(plan_of(problem, config), inputs)
     into, whole = None, problem
     if problem.packed:
-        into, problem = packed.decode_few(inputs, problem)
+        into, problem = packed_queries.decode_few(inputs, problem)
     if problem.kind != "per_sequence" or problem.sequences <= CACHES_OF_A_LAUNCH:
         return launch_over_cache(plan_of(problem, config), inputs, into)
     some = separate_caches.groups(problem, CACHES_OF_A_LAUNCH)

@@ -33,7 +33,8 @@ from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
-from pallas_attn.kernels.prefill import sm90
+from pallas_attn.kernels.prefill import slabs, sm90
+from pallas_attn.kernels.prefill.slabs import CacheRefs
 
 Array = jax.Array
 
@@ -147,16 +148,6 @@ class Widening:
         return (self.problem.head_dim, self.problem.v_head_dim)[side] // NUMBERS
 
 
-class WidenRefs(NamedTuple):
-    """Global memory."""
-
-    tables: tuple[tuple[GmemRef, ...], ...]  # `Layout.tables`: K, V and their scales
-    lengths: GmemRef  # int32[M]; None for a pool
-    capacities: GmemRef  # int32[M], where they differ
-    layer: GmemRef  # int32[1]: one that the cache has
-    widened: tuple[tuple[GmemRef, ...], ...] = ()  # written: K and V
-
-
 class _Chunk(NamedTuple):
     """Rows that a block widens next: scalars."""
 
@@ -171,7 +162,7 @@ class _Chunk(NamedTuple):
 def _widen(ctx: ThreadContext) -> None:
     thread, refs, at, plan = ctx
     layout, problem = plan.layout, plan.problem
-    tables = [(*read, *written) for read, written in zip(refs.tables, refs.widened, strict=True)]
+    tables = [(*read, *written) for read, written in zip(refs.tables, refs.results, strict=True)]
     arrays = layout.arrays_of(thread, tables, at.sequence)
     numbers, scales, widened = arrays[:2], arrays[2:4], arrays[4:]
     loaded = []
@@ -193,23 +184,18 @@ def _widen(ctx: ThreadContext) -> None:
         thread.store(ref, index, thread.rounded(values, problem.dtype), 2 * NUMBERS, exists)
 
 
-def _kernel(refs: WidenRefs, *widened: GmemRef, plan: Widening) -> None:
-    layout, block = plan.layout, lax.axis_index("block")
-    refs = refs._replace(widened=tuple(zip(widened[::2], widened[1::2], strict=True)))
+def _kernel(refs: CacheRefs, *widened: GmemRef, plan: Widening) -> None:
+    block = lax.axis_index("block")
+    refs = refs._replace(results=tuple(zip(widened[::2], widened[1::2], strict=True)))
     slab, share = lax.div(block, jnp.int32(plan.share)), lax.rem(block, jnp.int32(plan.share))
-    m, head = (f(slab, jnp.int32(layout.kv_heads)) for f in (lax.div, lax.rem))
-    capacity = None if refs.capacities is None else refs.capacities[m]
-    live: Index = layout.capacity if capacity is None else capacity
-    if refs.lengths is not None:
-        live = jnp.clip(refs.lengths[m], 0, live)
-    live = jnp.int32(live)
+    m, head, live, capacity = slabs.slab_of(plan.layout, refs, slab)
     chunks = lax.div(live + (plan.rows - 1), jnp.int32(plan.rows))
     layer = None if refs.layer is None else refs.layer[0]
 
     def widen_chunk(i, carry):
         first = (share + i * plan.share) * plan.rows
         chunk = _Chunk(m, head, first, live, layer, capacity)
-        threads.each_thread(thread_program.in_context(_widen, plan), refs, chunk)
+        threads.run(_widen, plan, refs, chunk)
         return carry
 
     count = lax.div(chunks - share + (plan.share - 1), jnp.int32(plan.share))
@@ -230,10 +216,11 @@ def widen(
 
     caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale
     tables = cache_layout.layout_of(problem).tables(*caches)
-    refs = WidenRefs(
+    refs = CacheRefs(
         tables=tables,
         lengths=inputs.lengths if problem.page_size is None else None,
         capacities=plan.layout.capacities_operand(),
+        page_table=None,
         layer=None if layer is None else cache_layout.scalar_operand(layer),
     )
     kernel = thread_program.lane_kernel(

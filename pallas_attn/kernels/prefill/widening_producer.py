@@ -12,6 +12,7 @@ the next tile, or for the ring's entry. A tile that does not exist is not asked 
 one place would not be ordered. Rows past a length come as zeros with a scale of zero.
 """
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.cache_layout import Paged, Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import thread_copies
-from pallas_attn.kernels.lang import thread_program, threads
+from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -114,8 +115,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
 def _wait(plan: Plan, left: int) -> None:
     """Until all tiles but the last `left` that were asked for are there."""
-    meet = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
-    threads.each_thread(meet, (), ())
+    threads.run(functools.partial(thread_copies.wait_and_meet, left=left), plan, (), ())
 
 
 class _Tile(NamedTuple):
@@ -153,8 +153,8 @@ def _ask(ctx: KernelContext, unit: Unit, side: int, number: Index, slot: Index) 
         capacity = refs.capacities[unit.m]
     tile = _Tile(unit.m, unit.kv_head, first, live, slot, layer, capacity)
     memory = _Memory(refs.tables, refs.page_table, smem.producer)
-    copy = thread_program.in_context(_copy, plan, side=side)
-    pl.when(exists)(lambda: threads.each_thread(copy, memory, tile))
+    copy = functools.partial(_copy, side=side)
+    pl.when(exists)(lambda: threads.run(copy, plan, memory, tile))
     threads.each_thread(lambda thread, *_: thread.commit_copies(), (), ())
 
 

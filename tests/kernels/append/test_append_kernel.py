@@ -86,11 +86,11 @@ def test_zero_of_anything(kind, fields, rng):
 @pytest.mark.guards
 def test_a_length_that_wraps_has_no_rows(rng):
     """A negative length less the new rows is a position that the cache has."""
-    case = Case("stacked", ragged=True, from_end=True)
+    case = Case("stacked", ragged=True)
     inputs = case.draw(rng)
     least, many = np.full(case.sequences, -(2**31), np.int32), np.int32(2**31 - 1)
     new = many - np.arange(case.sequences, dtype=np.int32)
-    inputs = inputs._replace(start=least, new_lengths=new)
+    inputs = inputs._replace(end=least, new_lengths=new)
     with mosaic.interpret():
         got = jax.jit(functools.partial(run, case.problem))(on_device(inputs))
     assert_same_bytes(got, (inputs.k_cache, inputs.v_cache))
@@ -110,14 +110,14 @@ def test_addresses_past_two_to_the_31(kind):
         support._BASE["append"],
         kind=kind,
         sequences=4096,
-        capacities=(capacity,),
+        capacities=(capacity,) * 4096,
         page_size=16 if kind == "paged" else None,
         pages=2**21 if kind == "paged" else None,
         layers=80,
     )
     plan = append_copy.Plan.of(problem, ("k", "v"), append_copy.Config().words)
     refs = append_plan.AppendRefs(
-        ("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer"
+        ("k", "v"), (("k cache", "v cache"),), "end", None, "counts", None, "page_table", "layer"
     )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
@@ -149,7 +149,7 @@ def many_steps(problem, k_cache, v_cache, rest):
     """A decode loop: a token to every sequence, again and again."""
 
     def once(i, caches):
-        return step(problem, *caches, rest._replace(start=rest.start + i))
+        return step(problem, *caches, rest._replace(end=rest.end + i))
 
     return lax.fori_loop(0, 5, once, (k_cache, v_cache))
 
@@ -182,7 +182,7 @@ def shapes_of(case: Case) -> tuple:
         None,
         *new,
         counts,
-        counts if case.ragged else None,
+        counts,
         table if case.kind == "paged" else None,
         None if case.layers is None else of((), "int32"),
     )

@@ -27,7 +27,7 @@ def problem_of(rows, dtype, gpu="sm90", **fields):
     m, t, heads, dim = rows.shape
     default = {"kind": "stacked", "dtype": str(rows.dtype), "cache_dtype": dtype, "sequences": m}
     default |= {"new_rows": t, "kv_heads": heads, "head_dim": dim, "v_head_dim": None}
-    return AppendProblem(gpu=gpu, **default | {"capacities": (t,), "quantized": True} | fields)
+    return AppendProblem(gpu=gpu, **default | {"capacities": (t,) * m, "quantized": True} | fields)
 
 
 def written(rows, dtype, rng, gpu="sm90", config=None):
@@ -35,8 +35,8 @@ def written(rows, dtype, rng, gpu="sm90", config=None):
     m, t, heads, dim = rows.shape
     cache = random_bits(rng, (m, heads, t, dim), dtype)
     scales = random_bits(rng, (m, heads, t), "float32")
-    start = np.zeros(m, np.int32)
-    inputs = AppendInputs(cache, None, rows, None, start, None, None, None, scales, None)
+    count = np.full(m, t, np.int32)
+    inputs = AppendInputs(cache, None, rows, None, count, count, None, None, scales, None)
     run = functools.partial(append_copy.run, problem=problem_of(rows, dtype, gpu), config=config)
     done = jax.jit(lambda inputs: run(inputs))(jax.tree.map(jnp.asarray, inputs))
     return done.k_cache, done.k_scale

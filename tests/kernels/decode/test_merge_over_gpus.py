@@ -16,7 +16,7 @@ from pallas_attn._call import device as _device
 from pallas_attn._mesh import sharding
 from pallas_attn.kernels.decode import merge_over_gpus
 from pallas_attn.kernels.lang import peer_memory, threads
-from tests.support import builds, mosaic
+from tests.support import builds, mosaic, reach
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -130,7 +130,7 @@ def lowered(step, *, axes=("cp",), overlap=True, check_vma=True, **options):
         out_specs=heads,
         check_vma=check_vma,
     )
-    with _device.assume("sm90"), _device.assume_reach():
+    with _device.assume("sm90"), reach.assumed():
         return mosaic.lower_for_cuda(call, cache, q)
 
 
@@ -199,7 +199,7 @@ def of_eight(out, lse):
         return tuple(x.reshape(1, -1) for x in result)
 
     rows = P(None, "cp")
-    with _device.assume_reach():
+    with reach.assumed():
         return jax.shard_map(local, in_specs=rows, out_specs=rows, check_vma=False)(out, lse)
 
 

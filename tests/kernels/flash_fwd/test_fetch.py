@@ -21,7 +21,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
 from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext
 from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90, tile_scheduler
-from tests.support import builds, mosaic, threads
+from tests.support import builds, mosaic, reach, threads
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -354,7 +354,7 @@ def test_only_where_devices_reach_each_other(sizes):
 
     def local(x):
         reached.append(_device.reaches_peers("cp"))
-        with _device.assume_reach():
+        with reach.assumed():
             reached.append(_device.reaches_peers("cp"))
         return x
 
@@ -378,7 +378,7 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
     def text(context):
         call = functools.partial(pa.flash_attention, mask=pa.CAUSAL, context=context)
         mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec)
-        with _device.assume("sm90"), _device.assume_reach():
+        with _device.assume("sm90"), reach.assumed():
             return mosaic.lower_for_cuda(mapped, *shapes)
 
     fetching, gathering = text(context), text(dataclasses.replace(context, overlap=False))

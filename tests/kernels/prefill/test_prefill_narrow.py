@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 def test_who_takes_what():
     ours = "prefill.narrow_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few = selection.FEW_ROWS_QUANTIZED // group
+    few = selection.DECODED_ROWS_QUANTIZED // group
     many = selection.FEWEST_PAIRS_WIDENED[PROBLEM.cache_dtype] // group
     assert chosen(q_len=few + 1) == chosen(q_len=many - 1) == ours
     assert chosen(q_len=many) == "prefill.widened_sm90"

@@ -24,7 +24,7 @@ _ROUNDINGS = 64  # roundings of the largest logit by which sums in another order
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One sequence of the parity table."""
+    """One sequence of the table."""
 
     sequence: int  # counted from 1
     steps: int

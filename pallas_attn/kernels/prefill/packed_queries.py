@@ -21,10 +21,8 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Index, Predicate, Ref, SmemRef
 from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.prefill import queries
-from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, base_scratch
+from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, Queries, base_scratch
 from pallas_attn.kernels.prefill.queries import Ending, Unit, Units, WgTile
-
-PACKED = True
 
 
 def decode_few(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, DecodeProblem]:
@@ -174,3 +172,8 @@ def store(ctx: KernelContext, end: Ending, result: Result) -> None:
         part = lax.slice(acc, (0, column), (ROWS, column + width)).astype(plan.problem.dtype)
         packed_rows.store(part, out, column, place, plan.tiles.head_rows)
     return None
+
+
+QUERIES = Queries(
+    True, scratch, partial_tiles, units_of, last_unit, unit_of, load, wait, store, begin
+)

@@ -17,11 +17,9 @@ from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows, units_of_full
 from pallas_attn.kernels.decode_mla import combine_latent, row_gathers
 from pallas_attn.kernels.decode_mla.producer import WIDTH
-from pallas_attn.kernels.decode_mla.sm90_common import tiling_of
+from pallas_attn.kernels.decode_mla.sm90_common import V_WARPGROUPS, tiling_of
 from pallas_attn.kernels.lang.types import Index, KernelConfig
 
-V_WARPGROUPS = 2  # warpgroups that have columns of the output
-P_SLOTS = 2  # tiles whose probabilities there is room for
 APART = 4  # splits of a row from which on `combine_apart` combines its partials
 
 

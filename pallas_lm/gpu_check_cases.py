@@ -6,7 +6,7 @@ its own. The proof is the test suite.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,20 +59,6 @@ class Check(NamedTuple):
     operation: str
     case: str
     run: Callable[[How], Figures]
-
-
-def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
-    """The table, a row as soon as it is known.
-
-    Where the choice is free and no kernel takes a problem, the reference runs it, by name: the row
-    says so in its note.
-    """
-    for check in CHECKS:
-        row = row_of(check, How(implementation, dtype, seed))
-        if row.error is None and implementation is None:
-            by_name = row_of(check, How("reference", dtype, seed))
-            row = dataclasses.replace(by_name, note=row.note)
-        yield row
 
 
 def row_of(check: Check, how: How) -> Row:

@@ -19,11 +19,10 @@ from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import lost as lost_rows
+from pallas_attn.kernels.decode.limits import ROWS_AT_ONCE
 from pallas_attn.kernels.lang.types import KernelConfig
 
 Array = jax.Array
-
-ROWS_AT_ONCE = 512  # rows of a launch, which has room for their lengths in shared memory
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
