@@ -34,7 +34,8 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import merge_parts, shared_parts, shares
 from pallas_attn.kernels.prefill import plan as prefill_plan
 from pallas_attn.kernels.prefill import sm90 as prefill
-from pallas_attn.kernels.prefill.queries import Units, wg_tile_of
+from pallas_attn.kernels.prefill.plan import Units
+from pallas_attn.kernels.prefill.queries import wg_tile_of
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from pallas_lm.kernels import linear
 from tests.kernels.append import test_append_kernel

@@ -71,6 +71,20 @@ class Step(NamedTuple):
     moved: Array  # int32: not 0 where a row of this warp has a rescale that is not 1
 
 
+class OutputSums(NamedTuple):
+    """The softmax and the output of rows, carried from kv tile to kv tile."""
+
+    acc: RegisterTiles  # [rows, v columns], or parts of them: the output before it is divided
+    row_sum: Array  # [rows, PARTIALS]
+    row_max: Array  # [rows]
+
+    @classmethod
+    def nothing(cls, acc: RegisterTiles, rows: int) -> "OutputSums":
+        """Of rows that have met no key; `acc` is zeros."""
+        row_sum = mosaic.filled((rows, PARTIALS), 0.0)
+        return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
+
+
 def step(
     logits: Array,
     unit: Unit,

@@ -19,7 +19,6 @@ Scales of k and v that each key has arrive in shared memory beside K (`score_til
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -30,14 +29,15 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, score_tiles, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
     QueryRows,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile, QueryPlan
+from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
@@ -207,8 +207,8 @@ class _State(NamedTuple):
 
 
 def mainloop(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
-) -> tuple[Result, Index]:
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile
+) -> tuple[OutputSums, Index]:
     """The counterpart of `warpgroups.mainloop`, with the same arguments and results."""
     ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
@@ -219,7 +219,7 @@ def mainloop(
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
     acc = lax.concatenate(accs, 1) if len(accs) > 1 else accs[0]
-    return Result(acc, row_sum, state.row_max), ring.after(slot)
+    return OutputSums(acc, row_sum, state.row_max), ring.after(slot)
 
 
 def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
@@ -279,7 +279,7 @@ def _first_tile(
     rows: QueryRows,
     factors: Factors,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Meanwhile,
 ) -> _State:
     """The state after the first tile in order, the last of the span. Its scores overlap with
     nothing but `meanwhile`.

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits, softmax
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import warpgroups
 from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
@@ -25,7 +26,6 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     span_of_rows,
     work_tile,
 )
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import wgmma
@@ -77,7 +77,7 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
+def _attend(ctx: KernelContext, rows: QueryRows) -> OutputSums:
     """The rows' only kv tile."""
     plan, smem, slot = ctx.plan, ctx.smem, rows.q_slot
     q, k, v = (panels.tiles(x, slot) for x in (smem.q, smem.k, smem.v))
@@ -90,4 +90,4 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     new = softmax.step(s, plan.logit_rules.unit, nothing, empty_ok=True, offset=offset)
     p = warpgroups.widened(new.p.astype(plan.v.dtype), v)
     acc = wgmma.add_value_panels(warpgroups.no_keys(plan).acc, p, v)
-    return Result(acc, new.row_sum, new.row_max)
+    return OutputSums(acc, new.row_sum, new.row_max)

@@ -53,7 +53,8 @@ from pallas_attn.kernels.attention import (
     tma_operands,
     wide_heads,
 )
-from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
+from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,

@@ -10,7 +10,8 @@ from jax import lax
 
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, softmax
 from pallas_attn.kernels.attention.sm80_column_stream import HeadRows, Product, Stream
-from pallas_attn.kernels.attention.sm80_common import OutputSums, over_kv_tiles
+from pallas_attn.kernels.attention.sm80_common import over_kv_tiles
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index

@@ -26,7 +26,8 @@ from pallas_attn.kernels.attention import (
     tiles,
     tma_operands,
 )
-from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
+from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import (
     float8_mainloop,

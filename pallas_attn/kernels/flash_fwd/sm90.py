@@ -46,7 +46,6 @@ files of their own (`Special`, below), which are imported where they are needed.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,6 +60,7 @@ from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -74,8 +74,16 @@ from pallas_attn.kernels.flash_fwd import (
     warpgroups,
 )
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
+from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+    Distribution,
+    Mainloop,
+    Produce,
+    QueryPlan,
+    Ranges,
+    Turn,
+    WorkTiles,
+    work_tile,
+)
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Ring
@@ -187,14 +195,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     )
 
 
-def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
+def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[WorkTiles, WorkTiles]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
     if claimed:
         return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
     return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
 
 
-def _ranges_of(problem: AttentionProblem) -> Any:
+def _ranges_of(problem: AttentionProblem) -> Ranges:
     """The class that decides which kv tiles a work tile needs."""
     if problem.mask_program is not None:
         return listed.Ranges
@@ -205,7 +213,7 @@ def _ranges_of(problem: AttentionProblem) -> Any:
     return tile_scheduler.MaskRanges
 
 
-def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], None]:
+def _producer_of(problem: AttentionProblem) -> Produce:
     if problem.fetches > 1:
         return fetch_producer.produce
     if problem.mask_program is not None:
@@ -213,7 +221,7 @@ def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], 
     return warpgroups.produce
 
 
-def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple[Result, Index]]:
+def _mainloop_of(problem: AttentionProblem) -> Mainloop:
     if problem.dtype in FLOAT8:
         return float8_mainloop.mainloop
     if problem.dtype == "float32":
@@ -270,8 +278,10 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
 
 def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a block."""
-    plan, smem = ctx.plan, ctx.smem
-    work_tiles, ranges, consumers = plan.consumer_tiles, plan.ranges, plan.config.warpgroups
+    plan, smem, consumers = ctx.plan, ctx.smem, ctx.plan.config.warpgroups
+    work_tiles: WorkTiles = plan.consumer_tiles
+    ranges: Ranges = plan.ranges
+    mainloop: Mainloop = plan.mainloop
     double_buffered = smem.q_ready.shape[0] > consumers
     may_be_empty = "empty" in plan.sections and not ranges.never_empty(plan.problem)
 
@@ -293,13 +303,13 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         plgpu.barrier_wait(smem.q_ready.at[q])
         (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
 
-        def attend(slot: Index) -> tuple[Result, Index]:
+        def attend(slot: Index) -> tuple[OutputSums, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
+            result, slot = mainloop(ctx, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
-        def skip(slot: Index) -> tuple[Result, Index]:
+        def skip(slot: Index) -> tuple[OutputSums, Index]:
             return warpgroups.no_keys(plan), _release_unused(
                 ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot
             )
@@ -345,6 +355,7 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     if plan.independent:
         return one_tile.consume(ctx, block, wg)
+    assert plan.produce is not None
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups

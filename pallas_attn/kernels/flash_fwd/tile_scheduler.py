@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -115,11 +116,11 @@ class QueryPlan:
     logit_rules: LogitRules
     # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
     # need, and the functions of its warpgroups.
-    producer_tiles: Any = None  # StaticList or `claims.Claiming`
-    consumer_tiles: Any = None  # StaticList or `claims.Claimed`
-    ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
-    produce: Any = None  # `warpgroups.produce`, or another file's
-    mainloop: Any = None  # `warpgroups.mainloop`, or another file's
+    producer_tiles: "WorkTiles | ClaimingTiles | None" = None
+    consumer_tiles: "WorkTiles | None" = None
+    ranges: "Ranges | None" = None
+    produce: "Produce | None" = None
+    mainloop: "Mainloop | None" = None
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
@@ -290,11 +291,56 @@ class Turn(NamedTuple):
     claim: Any = None
 
 
+# Loads K and V of all work tiles of a block: `warpgroups.produce`, or another file's.
+Produce = Callable[[KernelContext, Index], None]
+
+
+Meanwhile = Callable[[], None] | None  # further work during a matmul
+
+
+class Mainloop(Protocol):
+    """All kv tiles of a consumer's rows: `warpgroups.mainloop`, or another file's."""
+
+    def __call__(
+        self, ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile, /
+    ) -> tuple[OutputSums, Index]: ...
+
+
 class Start(NamedTuple):
     """The facts read of a block's work tiles before the first."""
 
     count: Index
     codes: tuple[Index, ...]
+
+
+class WorkTiles(Protocol):
+    """Hands out the work tiles of a block: StaticList, or `Claiming` and `Claimed` of `claims`."""
+
+    def start(self, ctx: KernelContext, block: Index) -> Start: ...
+
+    def for_each_tile(  # noqa: PLR0913
+        self,
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Carry,
+    ) -> None:
+        """carry = body(turn, carry) for each work tile of a block."""
+
+
+@runtime_checkable
+class ClaimingTiles(WorkTiles, Protocol):
+    """The work tiles of a producer that claims them: `claims.Claiming`."""
+
+    def schedule(self, plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
+        """The work tiles in the order in which blocks claim them."""
+        ...
+
+    def claim_among_entries(
+        self, ctx: KernelContext, turn: Turn, entry: Index, claimed: Index
+    ) -> Index:
+        """The code of the next work tile, claimed while the entries of this one are loaded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +364,6 @@ class StaticList:
         body: Callable[[Turn, Any], Any],
         carry: Carry,
     ) -> None:
-        """carry = body(turn, carry) for each work tile of a block."""
-
         def one_tile(i: Index, state: Carry) -> Any:
             carry, codes = state
             # Read long before it is used.
@@ -343,6 +387,7 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
     """
     problem, order, tiling = plan.problem, plan.order, plan.tiling
     if order.claims:
+        assert isinstance(plan.producer_tiles, ClaimingTiles)
         return np.asarray(plan.producer_tiles.schedule(plan, offsets))
     q_tiles = np.arange(tiling.q_tiles)
     if problem.mask_program is not None:
@@ -598,30 +643,50 @@ def never_empty_by_segments(problem: AttentionProblem) -> bool:
     return others == {"q_segment_ids", "kv_segment_ids"}
 
 
-class MaskRanges:
-    """The kv tiles of work tiles where the mask and lengths alone decide. Classes named
-    Ranges have the same functions: in `documents`, `listed` and `key_mask_ranges`.
+class Ranges(Protocol):
+    """Decides which kv tiles work tiles need: the class MaskRanges, or the class of the same
+    functions in `documents`, `listed` or `key_mask_ranges`. Its functions take no instance.
     """
+
+    def never_empty(self, problem: AttentionProblem) -> bool:
+        """Whether rows without a key take one kv tile all the same, masked whole."""
+        ...
+
+    def read_for_block(self, ctx: KernelContext, code: Index) -> Any:
+        """The record for `of_block`, which the producer reads a work tile ahead, or None."""
+
+    def read_for_rows(self, ctx: KernelContext, code: Index, wg: Index) -> Any:
+        """The record for `of_rows`, which a consumer reads a work tile ahead, or None."""
+
+    def of_block(self, ctx: KernelContext, tile: WorkTile, record: Any) -> tuple[Index, Index]:
+        """Kv tiles [lo, hi) that the block loads."""
+        ...
+
+    def of_rows(  # noqa: PLR0913
+        self, ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any
+    ) -> tuple[tuple[Index, Index], QueryRows]:
+        """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
+        ...
+
+
+class MaskRanges:
+    """The kv tiles of work tiles where the mask and lengths alone decide. It reads no records."""
 
     @staticmethod
     def never_empty(problem: AttentionProblem) -> bool:
-        """Whether rows without a key take one kv tile all the same, masked whole."""
         del problem
         return False
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> Any:
-        """Read by the producer a work tile ahead: a record that decides the range; here none."""
+    def read_for_block(ctx: KernelContext, code: Index) -> None:
         del ctx, code
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Any:
-        """Read by a consumer a work tile ahead: here nothing."""
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> None:
         del ctx, code, wg
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: Any = None) -> tuple[Index, Index]:
-        """Kv tiles [lo, hi) that the block loads."""
+    def of_block(ctx: KernelContext, tile: WorkTile, record: None = None) -> tuple[Index, Index]:
         del record
         plan = ctx.plan
         spans = [span_of_rows(plan, tile, wg) for wg in range(plan.config.warpgroups)]
@@ -629,9 +694,8 @@ class MaskRanges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any = None
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None = None
     ) -> tuple[tuple[Index, Index], QueryRows]:
-        """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
         block_range = MaskRanges.of_block(ctx, tile, record)
         span = span_of_rows(ctx.plan, tile, wg)
         return block_range, QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)

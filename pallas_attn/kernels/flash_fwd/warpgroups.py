@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import logits, softmax, tiles
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -28,7 +29,15 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import shared_memory
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn, work_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+    ClaimingTiles,
+    Meanwhile,
+    QueryPlan,
+    Ranges,
+    Turn,
+    WorkTiles,
+    work_tile,
+)
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
@@ -48,7 +57,7 @@ class Loaded(NamedTuple):
     """The state of a producer from work tile to work tile."""
 
     count: Index  # entries of the ring
-    record: Any  # read ahead of the work tile at hand: see `tile_scheduler.MaskRanges`
+    record: Any  # read ahead of the work tile at hand: see `tile_scheduler.Ranges`
     claim: Any = None  # the next work tile's code, where it is claimed among entries: `claims`
 
 
@@ -56,7 +65,9 @@ def produce(ctx: KernelContext, block: Index, load: Callable[..., Any] | None = 
     """K and V of all work tiles of a block, in the order in which consumers use them. `load`: loads
     the entries of a work tile in place of `load_entries`.
     """
-    load, work_tiles, ranges = load or load_entries, ctx.plan.producer_tiles, ctx.plan.ranges
+    load = load or load_entries
+    work_tiles: WorkTiles = ctx.plan.producer_tiles
+    ranges: Ranges = ctx.plan.ranges
 
     def one_tile(turn: Turn, loaded: Loaded) -> Loaded:
         tile = work_tile(ctx, turn.code)
@@ -77,6 +88,7 @@ def load_entries(
     code of the next work tile where it is claimed meanwhile.
     """
     (lo, hi), ring = kv_range, Ring.of(ctx)
+    work_tiles: ClaimingTiles = ctx.plan.producer_tiles  # where there is something to claim
 
     def one_entry(e: Index, carry: tuple[Index, Any]) -> tuple[Index, Any]:
         count, claim = carry
@@ -84,7 +96,7 @@ def load_entries(
         slot = ring.acquire(count)
         load_entry(ctx, tile, Entry(e, last, t, t + 1), slot)
         if turn.claim_index is not None:
-            claim = ctx.plan.producer_tiles.claim_among_entries(ctx, turn, e, claim)
+            claim = work_tiles.claim_among_entries(ctx, turn, e, claim)
         return count + 1, claim
 
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -188,8 +200,6 @@ def copy_rows(
 
 # ---- consumers: their rows of q ------------------------------------------------------------------
 
-Work = Callable[[], None] | None  # further work during a matmul
-
 
 def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
@@ -213,14 +223,6 @@ class State(NamedTuple):
     p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
 
 
-class Result(NamedTuple):
-    """The state of rows when all of their keys have been taken."""
-
-    acc: RegisterTiles
-    row_sum: RegisterTile
-    row_max: RegisterTile
-
-
 def _no_values(v: OperandFormat) -> RegisterTiles:
     """The accumulator of the output, or that of each panel."""
     if v.panels:
@@ -228,20 +230,18 @@ def _no_values(v: OperandFormat) -> RegisterTiles:
     return mosaic.filled((ROWS, v.width), 0.0)
 
 
-def no_keys(plan: Any) -> Result:
+def no_keys(plan: Any) -> OutputSums:
     """The result of rows that need no kv tile."""
-    acc = _no_values(plan.v)
-    row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
-    return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
+    return OutputSums.nothing(_no_values(plan.v), ROWS)
 
 
 def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
-    meanwhile: Work,
+    meanwhile: Meanwhile,
     turns: Any = None,
-) -> tuple[Result, Index]:
+) -> tuple[OutputSums, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
     some are fetched, a whole one may be another than its number says: nothing reads that then.
     `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
@@ -255,10 +255,10 @@ def mainloop(
     v = panels.tiles(smem.v, slot)
     acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
     ring.release(slot)
-    return Result(acc, state.row_sum, state.row_max), ring.after(slot)
+    return OutputSums(acc, state.row_sum, state.row_max), ring.after(slot)
 
 
-def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
+def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
@@ -366,7 +366,7 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
-def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
+def store_result(ctx: KernelContext, rows: QueryRows, result: OutputSums) -> None:
     """Divides by the row sums, and stores the output and the log-sum-exp."""
     plan, refs, smem = ctx
     acc, tile = result.acc, rows.tile

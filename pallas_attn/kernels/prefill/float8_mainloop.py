@@ -11,7 +11,6 @@ its own, as in `flash_fwd.float8_mainloop`.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,9 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import logits, softmax
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile
+from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar, SmemRef
@@ -47,9 +48,9 @@ def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Meanwhile,
     turns: Turns | None = None,
-) -> tuple[Result, Index]:
+) -> tuple[OutputSums, Index]:
     """The counterpart of `flash_fwd.warpgroups.mainloop`, with the same arguments and results."""
     del meanwhile  # None
     ring = Ring.of(ctx)
@@ -62,7 +63,7 @@ def mainloop(
     acc = state.acc + wgmma.matmul_add(zeros, (state.p,), _values(ctx, slot))
     ring.release(slot)
     # Sums are in units of 2**(row_max - offset).
-    return Result(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
+    return OutputSums(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
 
 
 def _rounded_queries(ctx: KernelContext, rows: QueryRows) -> RegisterTile:

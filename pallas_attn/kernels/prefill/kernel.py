@@ -8,13 +8,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, no_keys
+from pallas_attn.kernels.flash_fwd.warpgroups import no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
-from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs
-from pallas_attn.kernels.prefill.queries import Ending, Unit, WgTile, wg_tile_of
+from pallas_attn.kernels.prefill.plan import Ending, Plan, PrefillRefs, Unit, WgTile
+from pallas_attn.kernels.prefill.queries import wg_tile_of
 
 
 def block(refs: PrefillRefs, *rest: Any, plan: Plan) -> None:
@@ -102,7 +103,9 @@ class Turns(NamedTuple):
         plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
 
 
-def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Result) -> Result:
+def _without_idle_rows(
+    ctx: KernelContext, unit: Unit, own: WgTile, result: OutputSums
+) -> OutputSums:
     """The result, in which rows that do not count, which may be NaN, see no key."""
     plan = ctx.plan
     live, none = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len, no_keys(plan)
@@ -111,7 +114,7 @@ def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Resu
         inside = live if some.ndim == 1 else mosaic.broadcast_rows(live, some.shape)
         return jnp.where(inside, some, nothing)
 
-    return Result(*(chosen(*both) for both in zip(result, none, strict=True)))
+    return OutputSums(*(chosen(*both) for both in zip(result, none, strict=True)))
 
 
 def _lacks_a_page(ctx: KernelContext, unit: Unit, wg: Index) -> Predicate:

@@ -12,8 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.experimental.pallas as pl
@@ -30,12 +29,21 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.logits import LogitRules
-from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    Scalar,
+    SmemRef,
+)
 from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
 
@@ -134,6 +142,89 @@ class RowTiles:
         return lax.div(mosaic.positions((ROWS,), 0, 0), rows)
 
 
+class Unit(NamedTuple):
+    """A q tile and some of its kv tiles, which a block takes at a time."""
+
+    m: Index  # sequence
+    kv_head: Index
+    q_tile: Index
+    split: Index
+    tile: WorkTile  # its query rows, as the mainloop masks them
+    span: Span  # kv tiles; lo == hi where there is none
+    invalid: Predicate  # whether the result is NaN
+    rows: Index  # query rows of the sequence
+    first_row: Index = 0  # first packed row of the sequence
+    line: Index | None = None  # number of the q tile among all sequences', where rows are packed
+
+
+class WgTile(NamedTuple):
+    """The rows of one consumer in a unit."""
+
+    exists: Predicate
+    head: Index  # its first query head
+    heads_left: Index  # query heads from that one to the end of the group
+    row: Index  # its first query row
+    number: Index  # among the warpgroup tiles of its kv head; where rows are packed, of `line`s
+
+
+class Ending(NamedTuple):
+    """The rows that a result belongs to."""
+
+    unit: Unit
+    rows: WgTile
+    wg: Index
+    spoil: Scalar  # NaN where the result is invalid, else 0: is added to what is stored
+
+
+class Units(NamedTuple):
+    """The units of a block by number: `count` from `first` on, each `step` after the last."""
+
+    first: Index
+    step: Index
+    count: Index
+    back: Index | None = None  # first number of every other one: a long unit before a short one
+    share: Any = None  # `shares.Share`, where blocks share out kv tiles
+
+    def number(self, i: Index) -> Index:
+        first = self.first if self.back is None else jnp.where(i & 1 == 0, self.first, self.back)
+        return first + i * self.step
+
+
+class Queries(Protocol):
+    """The query rows that blocks take: the module `queries`, `packed` or `shared_parts`."""
+
+    PACKED: bool  # whether sequences have different numbers of query rows
+
+    @property
+    def begin(self) -> Callable[[KernelContext, Index, Index], None] | None:
+        """Done by each warpgroup of a block before all else: `begin(ctx, wg, block_id)`."""
+
+    def scratch(self, plan: "Plan") -> "PrefillSmem": ...
+
+    def partial_tiles(self, plan: "Plan") -> tuple[int, int]:
+        """The sizes of an array of partials, in tiles of 64 rows."""
+        ...
+
+    def units_of(self, ctx: KernelContext, block_id: Index) -> Units:
+        """The units of a block."""
+        ...
+
+    def last_unit(self, ctx: KernelContext) -> Index:
+        """The number of the last unit of the launch."""
+
+    def unit_of(self, ctx: KernelContext, units: Units, number: Index) -> Unit: ...
+
+    def load(  # noqa: PLR0913
+        self, ctx: KernelContext, unit: Unit, wg: Index, slot: Index, exists: Predicate
+    ) -> None:
+        """Loads the rows of q of a consumer in a unit, where it exists."""
+
+    def wait(self, ctx: KernelContext, slot: Index) -> None:
+        """Waits for `load`."""
+
+    def store(self, ctx: KernelContext, end: Ending, result: OutputSums) -> None: ...
+
+
 class SequenceKeys(NamedTuple):
     """The keys of a sequence."""
 
@@ -163,7 +254,7 @@ class Plan:
     problem: AttentionProblem
     config: Any  # sm90.Config
     layout: cache_layout.Layout  # addresses of the keys
-    queries: ModuleType  # see the top of this file, as for `producer_of`
+    queries: Queries  # see the top of this file, as for `producer_of`
     keys_of: Callable[..., "SequenceKeys"]  # `queries.keys_of`, or `contiguous_sm90.keys_of`
     producer_of: Callable[["Plan"], Producer]
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
