@@ -633,7 +633,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "slope = 1.0 - s * s",
         ),
         "delta_is_added": (
-            f"{SHARED}/score_mod.py",
+            f"{SHARED}/tile_logits.py",
             "else dp - delta",
             "else dp + delta",
         ),

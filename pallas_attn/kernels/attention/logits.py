@@ -4,7 +4,7 @@ tile of a warpgroup's 64 query rows in registers.
 A causal or windowed mask is a range of columns in each row (`mask_columns`). Functions of
 positions (`functions`), segments (`segment_spans`), bias and mask_array (`array_tiles`) are
 imported where a problem has them.
-`score_mod` has the masks and derivatives of the portable kernels and the backward.
+`tile_logits` has the masks and derivatives of the portable kernels and the backward.
 """
 
 import dataclasses

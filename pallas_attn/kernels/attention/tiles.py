@@ -131,7 +131,7 @@ class LogitTile(NamedTuple):
     kv_len: Index
     mask: Mask
     q_axis: int
-    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `score_mod.apply_mask`
+    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `tile_logits.apply_mask`
     # The head and the position of each query, where queries are those of several heads.
     rows: Any = None
     layout: Any = mosaic.TILE

@@ -36,7 +36,7 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import softmax, tile_logits, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, panels, thread_program, threads
 from pallas_attn.kernels.lang.config import OneForAll, check
@@ -368,7 +368,7 @@ def _p_and_ds(
         slope = 1.0 - s * s * (1.0 / problem.softcap**2)
     s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), softmax.to_log2(s), -jnp.inf)
     p = jnp.exp2(s - of_head(stats.lse))
-    ds = score_mod.d_scores(p, dp, of_head(stats.delta), slope)
+    ds = tile_logits.d_scores(p, dp, of_head(stats.delta), slope)
     return _whole(p, problem.dtype), _whole(ds, problem.dtype)
 
 

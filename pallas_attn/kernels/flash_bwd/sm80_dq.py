@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
+from pallas_attn.kernels.attention import sm80_column_stream, tile_logits, wide_heads
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
@@ -130,7 +130,7 @@ def _mainloop(
             copy_async(pending=0)
         masked, key = (t < span.full_lo) | (t >= span.full_hi), rows.key(t, block)
         s = product(ctx, "q", "k", slot * block)
-        p, slope = score_mod.probabilities(ctx, logit_tile(rows, key), s, stats.lse, masked)
+        p, slope = tile_logits.probabilities(ctx, logit_tile(rows, key), s, stats.lse, masked)
         ds = ds_of(p, product(ctx, "do", "v", slot * block), stats.delta, slope)
         terms = mma_sync.terms_of(ds, form.terms, form.dtype)
         return mma_sync.matmul_add(dq, terms, smem.k, slot * block, form.k_width)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
+from pallas_attn.kernels.attention import score_tiles, segment_spans, tile_logits, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
@@ -295,11 +295,11 @@ def _ds(
     if plan.score_tiles:
         slot = smem.v_ring.slot(count)  # which `_multiply` has waited for
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
-    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
+    p, slope = tile_logits.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
     delta = mosaic.broadcast_rows(rows.delta, s.shape)
-    return score_mod.d_scores(p, scaled(dp, rows.units.dp), delta, slope)
+    return tile_logits.d_scores(p, scaled(dp, rows.units.dp), delta, slope)
 
 
 # ---- the mainloop -------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, score_tiles, tiles
+from pallas_attn.kernels.attention import score_tiles, tile_logits, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import round_up
@@ -453,7 +453,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
         now.multiply_dp(dp_acc)
-        p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
+        p = tile_logits.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
     def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
@@ -469,7 +469,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     _release_q(smem.q_ring, now.pending[-1])
-    logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
+    logits, slope = tile_logits.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
@@ -517,7 +517,7 @@ def _dv_and_dk(
     lse = None
     if not plan.presets:
         lse = mosaic.load(smem.q_ring.row_stats.at[now.slot], mosaic.COLUMN)
-    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.masked)
+    p, slope = tile_logits.probabilities(now.ctx, now.place, s, lse, now.masked)
     ds, of_aux = _ds(now, sums, dp_acc, p, slope)
     if not plan.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
@@ -541,7 +541,7 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = score_mod.d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
+    ds = tile_logits.d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
     of_aux = now.of_aux
     if plan.key_sums:
         of_aux = aux_sums.add_tile(now.ctx, now.place, of_aux, ds)

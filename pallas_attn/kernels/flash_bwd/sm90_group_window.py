@@ -33,7 +33,7 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
-from pallas_attn.kernels.attention import group_windows, score_mod, softmax
+from pallas_attn.kernels.attention import group_windows, softmax, tile_logits
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import operands, statistics
@@ -375,7 +375,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     # dV waits for dP: P in float32 beside its operand would be too much for registers.
     dp = plgpu.wgmma_accumulator_load(dp_acc)
     delta = mosaic.load_vector(smem.delta.at[slot], mosaic.TILE, 1, s.shape)
-    ds = score_mod.d_scores(p, dp, delta).astype(dtype)
+    ds = tile_logits.d_scores(p, dp, delta).astype(dtype)
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))

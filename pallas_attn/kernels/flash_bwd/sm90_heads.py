@@ -44,8 +44,8 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     key_masks,
-    score_mod,
     score_tiles,
+    tile_logits,
     tiles,
     tma_operands,
 )
@@ -551,12 +551,12 @@ def _dv_and_dk(
     wgmma.score_panels(dp_acc, now.v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
-    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
+    p, slope = tile_logits.probabilities(now.ctx, now.place, s, lse, now.is_masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     _release(now, now.t == now.tile.steps - 1)
     delta = per_column(now.statistic(smem.delta), dp.shape)
-    ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
+    ds = tile_logits.d_scores(p, dp, delta, slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     smem.ds.tile[to, now.wg] = ds

@@ -48,7 +48,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, score_mod, tma_operands
+from pallas_attn.kernels.attention import logits, tile_logits, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
@@ -495,7 +495,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
             _issue(wide, tile(i), dp, n)
         for n in range(count, blocks):
             _release(wide, tile(i), n, blocks - 1 - n)
-        _hand_over(wide, tile(i), score_mod.d_scores(p, dp[...], delta, slope))
+        _hand_over(wide, tile(i), tile_logits.d_scores(p, dp[...], delta, slope))
 
     @pl.loop(0, steps)
     def _(i: Index) -> None:
@@ -520,7 +520,7 @@ def _probabilities(
     if masked is not False:
         s = lax.cond(masked, functools.partial(_masked, ctx, place), lambda s: s, s)
     lse = lax.broadcast_in_dim(stats[0], s.shape, [place.q_axis])
-    p = score_mod.exponentials(ctx.plan, s, lse)
+    p = tile_logits.exponentials(ctx.plan, s, lse)
     if not wide.buffers.gradient.has_dp:
         return p, slope, None
     return p, slope, lax.broadcast_in_dim(stats[1], p.shape, [place.q_axis])
@@ -528,7 +528,8 @@ def _probabilities(
 
 def _masked(ctx: KernelContext, place: LogitTile, s: RegisterTile) -> RegisterTile:
     """Logits with -inf wherever a query does not see a key, by the range of columns that each row
-    keeps. Positions of a whole tile (`score_mod.apply_mask`) would be held in registers, and spill.
+    keeps. Positions of a whole tile (`tile_logits.apply_mask`) would be held in registers, and
+    spill.
     """
     row, column = place.q_offset + place.query, place.key
     mask = place.mask

@@ -54,7 +54,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import softmax, tile_logits, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import (
     ForwardRefs,
@@ -435,7 +435,7 @@ def _softmax_of_tile(block: Block, n: int, t: Index, rows: Rows, *, masked: bool
     for number, start in enumerate(starts):
         facts = (key + start, tile.q_offset, tile.kv_len, tile.mask)
         place = LogitTile(*where, *facts, q_axis=0, layout=NATIVE)
-        logits = score_mod.logits_and_slope(block.ctx, place, chunks[number], masked)
+        logits = tile_logits.logits_and_slope(block.ctx, place, chunks[number], masked)
         chunks[number] = logits[0]
     peak = functools.reduce(jnp.maximum, [x.max(axis=1) for x in chunks])
     row_max = softmax.raise_to(peak, unit, rows.row_max, config.rescale_threshold)

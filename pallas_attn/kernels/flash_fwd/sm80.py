@@ -44,11 +44,11 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     functions,
-    score_mod,
     segment_spans,
     sm80_column_stream,
     sm80_common,
     softmax,
+    tile_logits,
     tiles,
     tma_operands,
     wide_heads,
@@ -261,7 +261,7 @@ def _step(
         s = mma_sync.scores(*matrix)
     if config.stages == 1:
         copy_async(copy(t - 1, "k"), pending=0)
-    logits = score_mod.logits(ctx, rows, t, s, masked)
+    logits = tile_logits.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
     new, (acc, row_sum) = softmax.step_and_rescale(
         logits, plan.logit_rules.unit, sums.row_max, (sums.acc, sums.row_sum), empty_ok=empty_ok

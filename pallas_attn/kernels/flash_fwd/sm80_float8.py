@@ -20,9 +20,9 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
-    score_mod,
     sm80_common,
     softmax,
+    tile_logits,
     tiles,
     tma_operands,
 )
@@ -147,7 +147,7 @@ def _step(  # noqa: PLR0913
     s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kind, kind))
     copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)
     s, unit = factors.of_scores(t, None, s, of_keys)
-    logits = score_mod.logits(ctx, rows, t, s, masked)
+    logits = tile_logits.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
     new = softmax.next_step(logits, unit, sums.row_max, empty_ok=empty_ok, exponents=EXPONENTS)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))

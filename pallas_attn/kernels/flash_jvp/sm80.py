@@ -24,7 +24,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, sm80_common, softmax
+from pallas_attn.kernels.attention import sm80_common, softmax, tile_logits
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
@@ -200,7 +200,7 @@ def _step(
         a, b = (getattr(smem, left), jnp.int32(0)), (getattr(smem, right), first)
         return mma_sync.scores(a, b, sizes, form.terms, (before, 0, sizes[2]))
 
-    p, slope = score_mod.probabilities(ctx, tile, product("q", "k"), lse, masked)
+    p, slope = tile_logits.probabilities(ctx, tile, product("q", "k"), lse, masked)
     weights, s_dot = ([p] if "v" in problem.tangents else []), None
     for left, right in operands.score_products(problem):
         s_dot = product(left, right, s_dot)

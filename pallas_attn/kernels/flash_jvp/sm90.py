@@ -36,7 +36,7 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import logits, softmax, tile_logits, tma_operands
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import (
@@ -295,7 +295,7 @@ def _weights(  # noqa: PLR0913
     problem = ctx.plan.problem
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     s, slope = masked_logits(ctx, rows, t, s)
-    p = score_mod.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
+    p = tile_logits.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
     left: list[RegisterTile] = [p] if "v" in problem.tangents else []
     moved = weighted_tangent_of_logits(ctx, rows, t, accs[1:], (p, slope))
     if moved is not None:
@@ -342,7 +342,7 @@ def masked_logits(
     plan, slope, logit_tile = ctx.plan, None, _logit_tile(ctx, rows, t)
     if plan.logit_rules.unit is None:
         s, slope = logits.scaled(ctx, logit_tile, s)
-    mask = functools.partial(score_mod.apply_mask, ctx, logit_tile)
+    mask = functools.partial(tile_logits.apply_mask, ctx, logit_tile)
     if not (plan.is_listed or plan.has("q_segment_ids")):
         own = QueryRows(rows.tile, rows.row, rows.wg, rows.span)
         mask = functools.partial(logits.mask_rows, ctx, own, t, None)
