@@ -143,24 +143,24 @@ class KernelCall:
 
     problem: AttentionProblem
     implementation: str | None
-    kernel: Chosen
+    chosen: Chosen
     forward: Callable[[AttentionProblem, str | None, AttentionInputs], Results] | None = None
 
     def run(self, inputs: AttentionInputs) -> Results:
         if self.forward is not None:
             return self.forward(self.problem, self.implementation, inputs)
-        return batching.compiled_once(batching.attention, self.kernel, self.problem, inputs)
+        return batching.compiled_once(batching.attention, self.chosen, self.problem, inputs)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         by_kernel = {name: x for name, x in tangents.items() if name in MOVING}
         inputs_of_kernel = inputs._replace(sinks=None)  # the lse says what they do
         problem = dataclasses.replace(self.problem, tangents=tuple(sorted(by_kernel)))
         problem = batching.resized(dataclasses.replace(problem, op="flash_jvp"), inputs_of_kernel)
-        kernel = dispatch.of_derivative(problem, self.implementation) if by_kernel else None
-        if kernel is None:
+        chosen = dispatch.of_derivative(problem, self.implementation) if by_kernel else None
+        if chosen is None:
             return by_definition(self, inputs, tangents)
         residuals = (inputs_of_kernel, *results, by_kernel)
-        parts = [batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)]
+        parts = [batching.compiled_once(batching.attention_tangents, chosen, problem, residuals)]
         if "sinks" in tangents:
             parts.append(_along_sinks(inputs, results, tangents["sinks"]))
         if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
