@@ -155,7 +155,7 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The fastest on an H200 of those that fit in registers and shared memory."""
-        return sm90_defaults.config_of(problem, sm90_defaults.Kernel(cls, smem_bytes))
+        return sm90_defaults.config_of(problem, sm90_defaults.Configs(cls, smem_bytes))
 
 
 @functools.lru_cache(maxsize=256)
