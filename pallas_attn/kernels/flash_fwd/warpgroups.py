@@ -41,6 +41,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
+    Barrier,
     Carry,
     GmemRef,
     Index,
@@ -235,21 +236,41 @@ def no_keys(plan: Any) -> OutputSums:
     return OutputSums.nothing(_no_values(plan.v), ROWS)
 
 
+class Alternation(NamedTuple):
+    """Two consumers that have as many steps issue their matmuls in turn: while one computes its
+    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
+    issue those of its next step; the first consumer begins.
+    """
+
+    barriers: Barrier
+    wg: Index
+
+    def begin(self) -> None:
+        """Done once, before all steps of a launch."""
+        pl.when(self.wg == 1)(self.give)
+
+    def take(self) -> None:
+        plgpu.barrier_wait(self.barriers.at[self.wg])
+
+    def give(self) -> None:
+        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
+
+
 def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
     meanwhile: Meanwhile,
-    turns: Any = None,
+    alternation: Alternation | None = None,
 ) -> tuple[OutputSums, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
     some are fetched, a whole one may be another than its number says: nothing reads that then.
-    `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
-    matmuls in turn (`take`, `give`); None: whenever they can.
+    `meanwhile`: further work, done under the first matmul. `alternation`: how two consumers
+    issue their matmuls; None: each whenever it can.
     """
     ring, smem = Ring.of(ctx), ctx.smem
     state = _first_tile(ctx, rows, slot, meanwhile)
-    step = functools.partial(_step, ctx, rows, turns)
+    step = functools.partial(_step, ctx, rows, alternation)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     v = panels.tiles(smem.v, slot)
@@ -287,7 +308,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Mea
 def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
-    turns: Any,
+    alternation: Alternation | None,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -296,16 +317,16 @@ def _step(  # noqa: PLR0913
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
+    if alternation is not None:
+        alternation.take()
     q = panels.tiles(smem.q, rows.q_slot)
     k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
         wgmma.score_panels(scores, q, k)
         wgmma.value_panels(out, widened(state.p, v), v)
-        if turns is not None:
-            turns.give()
+        if alternation is not None:
+            alternation.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, offset = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)

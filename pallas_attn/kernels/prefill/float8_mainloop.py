@@ -22,14 +22,13 @@ from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile
-from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import Alternation, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 from pallas_attn.kernels.prefill.float8_producer import Q_DTYPE
 from pallas_attn.kernels.prefill.float8_tiles import KEYS, Units
-from pallas_attn.kernels.prefill.kernel import Turns
 
 LARGEST = 448.0  # largest number of Q_DTYPE
 LEAST = 2.0**-100  # smallest scale of q
@@ -49,14 +48,14 @@ def mainloop(
     rows: QueryRows,
     slot: Index,
     meanwhile: Meanwhile,
-    turns: Turns | None = None,
+    alternation: Alternation | None = None,
 ) -> tuple[OutputSums, Index]:
     """The counterpart of `flash_fwd.warpgroups.mainloop`, with the same arguments and results."""
     del meanwhile  # None
     ring = Ring.of(ctx)
     factor = _rounded_queries(ctx, rows)
     state = _first_tile(ctx, rows, factor, slot)
-    step = functools.partial(_step, ctx, rows, factor, turns)
+    step = functools.partial(_step, ctx, rows, factor, alternation)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     zeros = wgmma_float8.zeros(state.acc.shape)
@@ -152,7 +151,7 @@ def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
-    turns: Turns | None,
+    alternation: Alternation | None,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -163,15 +162,15 @@ def _step(  # noqa: PLR0913
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
     tile = _tile(ctx, rows, t, slot, masked=masked is not False)
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
+    if alternation is not None:
+        alternation.take()
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
         wgmma.multiply(out, (state.p,), _values(ctx, slot))
-        if turns is not None:
-            turns.give()
+        if alternation is not None:
+            alternation.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         return _softmax(ctx, rows, factor, tile, s, state.row_max)

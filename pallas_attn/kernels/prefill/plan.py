@@ -260,7 +260,8 @@ class Plan:
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
-    mainloop: Callable[..., Any] = mainloop  # the dense forward's, or `float8_mainloop.mainloop`
+    # The dense forward's, or `float8_mainloop.mainloop`.
+    mainloop: Callable[..., tuple[OutputSums, Index]] = mainloop
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False
@@ -373,7 +374,7 @@ class PrefillSmem(NamedTuple):
     ready: Barrier = None  # one an entry of the ring
     free: Barrier = None
     landed: Barrier = None  # the value tile that the length cuts is there
-    turns: Barrier = None  # one a consumer, that it may issue its matmuls: `kernel.Turns`
+    alternation: Barrier = None  # one a consumer: `warpgroups.Alternation`
     tables: Any = None  # numbers of q tiles of the sequences, where rows are packed
     counted: Barrier = None  # the tables are filled
     producer: Any = None  # buffers of the producer
@@ -442,7 +443,7 @@ def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
         "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals),
         "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         "landed": barrier(num_barriers=1, num_arrivals=plan.copies),
-        "turns": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
+        "alternation": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
         "producer": plan.producer.buffers,
     }
     return PrefillSmem(**fields, **buffers)
