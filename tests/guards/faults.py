@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_ORDER,
     ),
     "the_last_head_of_the_backward_goes_by_no_rank": Fault(
-        f"{BWD}/work_order.py",
+        f"{BWD}/key_tiles.py",
         "codes = jnp.where(head >= first, codes, table)",
         "codes = jnp.where(head > first, codes, table)",
         f"{TEST_ORDER} -k order_of_keys",
@@ -377,7 +377,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_any_size_interpreted and 136'",
     ),
     "forward_stores_the_lse_of_rows_past_the_end": Fault(
-        "pallas_attn/kernels/mma/row_numbers.py",
+        "pallas_attn/kernels/mma/store_rows.py",
         "inside = (ours & (row + below < length)).value",
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",
@@ -415,7 +415,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
     "prefill_consumers_wait_for_a_turn_that_nobody_gives": Fault(
-        f"{PREFILL}/kernel.py",
+        f"{FWD}/alternation.py",
         "pl.when(self.wg == 1)(self.give)",
         "pl.when(self.wg == 2)(self.give)",
         f"{TEST_PREFILL} -k 'test_interpreted and plain'",
@@ -862,7 +862,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_SCHEDULES,
     ),
     "prefill_blocks_begin_at_the_wrong_end": Fault(
-        f"{PREFILL}/queries.py",
+        f"{PREFILL}/plan.py",
         "jnp.where(i & 1 == 0, self.first, self.back)",
         "jnp.where(i & 1 == 1, self.first, self.back)",
         TEST_SCHEDULES,
@@ -1308,8 +1308,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "store_forgets_the_problem": Fault(
         "pallas_attn/_call/store.py",
-        "_text((kernel.module, problem, str(tree), types, _tuned(",
-        "_text((kernel.module, str(tree), types, _tuned(",
+        "_text((chosen.module, problem, str(tree), types, _tuned(",
+        "_text((chosen.module, str(tree), types, _tuned(",
         "tests/api/test_stored_kernels.py -k told_apart",
     ),
     "store_reads_files_of_other_users": Fault(

@@ -471,7 +471,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     # ---- boundaries ------------------------------------------------------------------------------
     f"{TEST_EVERY} -k 'boundaries and flash_bwd'": {
         "a_key_tile_one_key_short_is_whole": (
-            f"{BWD}/key_tiles.py",
+            f"{BWD}/work_order.py",
             "cut = key + self.block_kv > kv_len",
             "cut = key + self.block_kv > kv_len + 1",
         ),

@@ -170,7 +170,7 @@ def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
         **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
     )
     ctx = KernelContext(plan, refs)
-    table = np.asarray(work_order.schedule_by_rank(ctx))
+    table = np.asarray(key_tiles.schedule_by_rank(ctx))
     codes = taken(table)
     assert len(codes) == len(set(codes.tolist())) == plan.order.work_tiles
 

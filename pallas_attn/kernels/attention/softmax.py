@@ -80,7 +80,7 @@ class OutputSums(NamedTuple):
 
     @classmethod
     def nothing(cls, acc: RegisterTiles, rows: int) -> "OutputSums":
-        """Of rows that have met no key; `acc` is zeros."""
+        """Of rows that have met no key, from zeros `acc`."""
         row_sum = mosaic.filled((rows, PARTIALS), 0.0)
         return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
 

@@ -17,7 +17,7 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, work_order
+from pallas_attn.kernels.flash_bwd import aux_sums, key_tiles, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
@@ -191,7 +191,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**fields)
     if plan.has("q_segment_ids") and work_order.go_by_rank(plan.order):
-        refs = refs._replace(schedule=work_order.schedule_by_rank(KernelContext(plan, refs)))
+        refs = refs._replace(schedule=key_tiles.schedule_by_rank(KernelContext(plan, refs)))
     return refs
 
 

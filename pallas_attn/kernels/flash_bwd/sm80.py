@@ -60,9 +60,10 @@ from pallas_attn.kernels.flash_bwd import (
     step_parts,
     work_order,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check

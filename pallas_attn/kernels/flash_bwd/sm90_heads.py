@@ -61,7 +61,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     statistics,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -71,7 +71,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, KeyTiling, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot

@@ -60,7 +60,6 @@ from pallas_attn.kernels.flash_bwd import (
     wide_rows,
     work_order,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -70,7 +69,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan

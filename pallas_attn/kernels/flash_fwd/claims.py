@@ -160,13 +160,14 @@ def _claim_by_thread(ctx: ThreadContext) -> None:
 # ---- the walk over a block's work tiles ----------------------------------------------------------
 
 
-def claim_among_entries(ctx: KernelContext, turn: Turn, entry: Index, claimed: Index) -> Index:
-    """Claims the next work tile when two entries of this one are on their way, unless it is known
-    before.
-    """
-    if turn.claim_index is None:
-        return claimed
-    return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
+def claim_next(turn: Turn, entry: Index, code: Index) -> Index:
+    """`turn.claim_next`, or `code` where the next work tile is known before."""
+    return code if turn.claim_next is None else turn.claim_next(entry, code)
+
+
+def _claim_among_entries(ctx: KernelContext, index: Index, entry: Index, code: Index) -> Index:
+    """Claims work tile `index` when two entries of the one before are on their way; else `code`."""
+    return lax.cond(entry == 1, lambda: claim(ctx, index), lambda: code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +178,6 @@ class Claiming:
     """
 
     early: bool
-    schedule = staticmethod(schedule)
-    claim_among_entries = staticmethod(claim_among_entries)
 
     def start(self, ctx: KernelContext, block: Index) -> Start:
         return Start(-1, (first_code(ctx, block),))
@@ -198,7 +197,8 @@ class Claiming:
             following = claim(ctx, index + 1) if self.early else code
             turn = _turn(index, code, following)
             if not self.early:
-                turn = turn._replace(claim_index=index + 1, claim=code)
+                among = functools.partial(_claim_among_entries, ctx, index + 1)
+                turn = turn._replace(claim_next=among, claim=code)
             carry = body(turn, carry)
             if not self.early:
                 following, carry = carry.claim, carry._replace(claim=None)

@@ -123,8 +123,8 @@ def scratch(q_tiles: int, stages: int, block_kv: int) -> Smem:
     )
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` within what segment ids leave."""
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` within what segment ids leave."""
 
     never_empty = staticmethod(never_empty_by_segments)
 
@@ -148,7 +148,7 @@ class Ranges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None = None
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None
     ) -> tuple[tuple[Index, Index], QueryRows]:
         del record
         plan, smem = ctx.plan, ctx.smem.segments

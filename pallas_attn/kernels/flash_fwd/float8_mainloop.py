@@ -6,7 +6,7 @@ only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros pas
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
 an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
 were no faster on an H200: one accumulator for two or more tiles, and consumers that issue their
-matmuls in turn (`warpgroups.Alternation`).
+matmuls in turn (`alternation`).
 
 Wide values: registers hold a second accumulator only of some columns (`_parts`), and none beside
 scores. A step then adds P V of the tile before it part by part, and computes the scores after that;

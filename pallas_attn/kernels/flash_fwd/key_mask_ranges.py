@@ -46,8 +46,8 @@ def never_empty(problem: AttentionProblem) -> bool:
     return problem.mask.is_full and set(problem.arrays) <= {"mask_array", "bias", "sinks"}
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` within what a mask of keys leaves."""
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` within what a mask of keys leaves."""
 
     never_empty = staticmethod(never_empty)
 

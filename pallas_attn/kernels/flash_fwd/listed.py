@@ -48,10 +48,8 @@ class ListedRows(NamedTuple):
     last: Index  # the last kv tile of the span
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` of listed tiles."""
-
-    never_empty = tile_scheduler.MaskRanges.never_empty
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` of listed tiles."""
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, Index]:

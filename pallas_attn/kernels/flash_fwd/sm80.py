@@ -69,7 +69,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import epilogue, mma_sync, row_numbers
+from pallas_attn.kernels.mma import epilogue, mma_sync, store_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,7 @@ def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
             refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.tiling.tile_rows)], lse
         )
     else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
     return acc
 
 

@@ -74,16 +74,7 @@ from pallas_attn.kernels.flash_fwd import (
     warpgroups,
 )
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
-    Distribution,
-    Mainloop,
-    Produce,
-    QueryPlan,
-    Ranges,
-    Turn,
-    WorkTiles,
-    work_tile,
-)
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Ring
@@ -188,6 +179,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _producer_of(problem),
         _mainloop_of(problem),
         score_tiles=() if independent else _score_tiles_of(problem, config),
+        claimed_order=claims.schedule if claimed else None,
         busy_before=fetch.busy_before if problem.fetches > 1 else None,
         panels=tma_operands.takes_panels(problem),
         independent=independent,
@@ -195,14 +187,16 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     )
 
 
-def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[WorkTiles, WorkTiles]:
+def _work_tiles_of(
+    problem: AttentionProblem, claimed: bool
+) -> tuple[tile_scheduler.WorkTiles, tile_scheduler.WorkTiles]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
     if claimed:
         return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
     return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
 
 
-def _ranges_of(problem: AttentionProblem) -> Ranges:
+def _ranges_of(problem: AttentionProblem) -> type[tile_scheduler.Ranges]:
     """The class that decides which kv tiles a work tile needs."""
     if problem.mask_program is not None:
         return listed.Ranges
@@ -210,10 +204,10 @@ def _ranges_of(problem: AttentionProblem) -> Ranges:
         return documents.Ranges
     if problem.masks_keys:
         return key_mask_ranges.Ranges
-    return tile_scheduler.MaskRanges
+    return tile_scheduler.Ranges
 
 
-def _producer_of(problem: AttentionProblem) -> Produce:
+def _producer_of(problem: AttentionProblem) -> tile_scheduler.Produce:
     if problem.fetches > 1:
         return fetch_producer.produce
     if problem.mask_program is not None:
@@ -221,7 +215,7 @@ def _producer_of(problem: AttentionProblem) -> Produce:
     return warpgroups.produce
 
 
-def _mainloop_of(problem: AttentionProblem) -> Mainloop:
+def _mainloop_of(problem: AttentionProblem) -> tile_scheduler.Mainloop:
     if problem.dtype in FLOAT8:
         return float8_mainloop.mainloop
     if problem.dtype == "float32":
@@ -279,9 +273,9 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
 def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a block."""
     plan, smem, consumers = ctx.plan, ctx.smem, ctx.plan.config.warpgroups
-    work_tiles: WorkTiles = plan.consumer_tiles
-    ranges: Ranges = plan.ranges
-    mainloop: Mainloop = plan.mainloop
+    work_tiles: tile_scheduler.WorkTiles = plan.consumer_tiles
+    ranges: type[tile_scheduler.Ranges] = plan.ranges
+    mainloop: tile_scheduler.Mainloop = plan.mainloop
     double_buffered = smem.q_ready.shape[0] > consumers
     may_be_empty = "empty" in plan.sections and not ranges.never_empty(plan.problem)
 

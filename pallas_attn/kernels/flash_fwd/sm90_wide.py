@@ -50,8 +50,8 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     BLOCKS,
-    MaskRanges,
     QueryPlan,
+    Ranges,
     StaticList,
     Turn,
     work_tile,
@@ -60,7 +60,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import row_numbers
+from pallas_attn.kernels.mma import store_rows
 
 KEYS = 64  # keys of a kv tile
 WIDTH = 128  # columns of a block of the ring
@@ -227,7 +227,7 @@ def _value_blocks(
 
 def _rows_of(ctx: KernelContext, turn: Turn) -> QueryRows:
     """The rows of a work tile, with the span of kv tiles that they need; hi <= lo: none."""
-    return MaskRanges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None)[1]
+    return Ranges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None, None)[1]
 
 
 def _count(span: Span) -> Index:
@@ -417,7 +417,7 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
     if plan.tiling.padded_rows == plan.problem.q_len:
         mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
     else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
 
 
 # ---- values --------------------------------------------------------------------------------------

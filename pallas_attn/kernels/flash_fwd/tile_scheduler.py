@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share n
 TILE_OVERHEAD = 1.5  # overhead of a work tile, in steps of one kv tile
 STEP_OVERHEAD = 3  # parts of a step: n warpgroups with rows take as long as n + 3 of them
 Offsets = tuple[int, ...]  # offsets of the batch rows that follow each other, where they are known
+Schedule = Callable[["QueryPlan", Offsets], np.ndarray]  # `schedule`
 RANK_SPREAD = 8.0  # the cost of the first rank, above the last one's 1
 
 
@@ -116,9 +117,9 @@ class QueryPlan:
     logit_rules: LogitRules
     # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
     # need, and the functions of its warpgroups.
-    producer_tiles: "WorkTiles | ClaimingTiles | None" = None
+    producer_tiles: "WorkTiles | None" = None
     consumer_tiles: "WorkTiles | None" = None
-    ranges: "Ranges | None" = None
+    ranges: "type[Ranges] | None" = None
     produce: "Produce | None" = None
     mainloop: "Mainloop | None" = None
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
@@ -126,6 +127,7 @@ class QueryPlan:
     score_tiles: "tuple[ScoreTiles, ...]" = ()
     independent: bool = False  # whether each consumer takes work tiles of its own: `one_tile`
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
+    claimed_order: "Schedule | None" = None  # `claims.schedule`, where blocks claim work tiles
     # `fetch.busy_before`, where blocks first fetch keys of other GPUs.
     busy_before: Any = None
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
@@ -285,25 +287,17 @@ class Turn(NamedTuple):
     code: Index  # which it is, for `work_tile`
     following: Index  # the code of the next one; any code if there is none
     has_next: Callable[[], Predicate]  # computed where it is asked, not held in a register
-    # The next one, where it is claimed among entries of this one (`claims.Claiming`): its index,
-    # and any code.
-    claim_index: Any = None
+    # Claims the next one among the entries of this one, where blocks do (`claims.Claiming`):
+    # `claim_next(number of the entry, code)`, and any code to begin with.
+    claim_next: Callable[[Index, Index], Index] | None = None
     claim: Any = None
 
 
 # Loads K and V of all work tiles of a block: `warpgroups.produce`, or another file's.
 Produce = Callable[[KernelContext, Index], None]
-
-
 Meanwhile = Callable[[], None] | None  # further work during a matmul
-
-
-class Mainloop(Protocol):
-    """All kv tiles of a consumer's rows: `warpgroups.mainloop`, or another file's."""
-
-    def __call__(
-        self, ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile, /
-    ) -> tuple[OutputSums, Index]: ...
+# All kv tiles of a consumer's rows: `warpgroups.mainloop`, or another file's.
+Mainloop = Callable[[KernelContext, QueryRows, Index, Meanwhile], tuple[OutputSums, Index]]
 
 
 class Start(NamedTuple):
@@ -327,20 +321,6 @@ class WorkTiles(Protocol):
         carry: Carry,
     ) -> None:
         """carry = body(turn, carry) for each work tile of a block."""
-
-
-@runtime_checkable
-class ClaimingTiles(WorkTiles, Protocol):
-    """The work tiles of a producer that claims them: `claims.Claiming`."""
-
-    def schedule(self, plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
-        """The work tiles in the order in which blocks claim them."""
-        ...
-
-    def claim_among_entries(
-        self, ctx: KernelContext, turn: Turn, entry: Index, claimed: Index
-    ) -> Index:
-        """The code of the next work tile, claimed while the entries of this one are loaded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,9 +366,8 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
     decide the costs, codes have ranks in place of rows.
     """
     problem, order, tiling = plan.problem, plan.order, plan.tiling
-    if order.claims:
-        assert isinstance(plan.producer_tiles, ClaimingTiles)
-        return np.asarray(plan.producer_tiles.schedule(plan, offsets))
+    if plan.claimed_order is not None:
+        return plan.claimed_order(plan, offsets)
     q_tiles = np.arange(tiling.q_tiles)
     if problem.mask_program is not None:
         costs = list_costs(plan)[None]
@@ -643,50 +622,30 @@ def never_empty_by_segments(problem: AttentionProblem) -> bool:
     return others == {"q_segment_ids", "kv_segment_ids"}
 
 
-class Ranges(Protocol):
-    """Decides which kv tiles work tiles need: the class MaskRanges, or the class of the same
-    functions in `documents`, `listed` or `key_mask_ranges`. Its functions take no instance.
+class Ranges:
+    """The kv tiles of work tiles where the mask and lengths alone decide. Subclasses with the same
+    functions are in `documents`, `listed` and `key_mask_ranges`.
     """
-
-    def never_empty(self, problem: AttentionProblem) -> bool:
-        """Whether rows without a key take one kv tile all the same, masked whole."""
-        ...
-
-    def read_for_block(self, ctx: KernelContext, code: Index) -> Any:
-        """The record for `of_block`, which the producer reads a work tile ahead, or None."""
-
-    def read_for_rows(self, ctx: KernelContext, code: Index, wg: Index) -> Any:
-        """The record for `of_rows`, which a consumer reads a work tile ahead, or None."""
-
-    def of_block(self, ctx: KernelContext, tile: WorkTile, record: Any) -> tuple[Index, Index]:
-        """Kv tiles [lo, hi) that the block loads."""
-        ...
-
-    def of_rows(  # noqa: PLR0913
-        self, ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any
-    ) -> tuple[tuple[Index, Index], QueryRows]:
-        """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
-        ...
-
-
-class MaskRanges:
-    """The kv tiles of work tiles where the mask and lengths alone decide. It reads no records."""
 
     @staticmethod
     def never_empty(problem: AttentionProblem) -> bool:
+        """Whether rows without a key take one kv tile all the same, masked whole."""
         del problem
         return False
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> None:
+    def read_for_block(ctx: KernelContext, code: Index) -> Any:
+        """Read by the producer a work tile ahead: a record that decides the range; here none."""
         del ctx, code
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> None:
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Any:
+        """Read by a consumer a work tile ahead: here nothing."""
         del ctx, code, wg
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: None = None) -> tuple[Index, Index]:
+    def of_block(ctx: KernelContext, tile: WorkTile, record: Any) -> tuple[Index, Index]:
+        """Kv tiles [lo, hi) that the block loads."""
         del record
         plan = ctx.plan
         spans = [span_of_rows(plan, tile, wg) for wg in range(plan.config.warpgroups)]
@@ -694,8 +653,9 @@ class MaskRanges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None = None
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any
     ) -> tuple[tuple[Index, Index], QueryRows]:
-        block_range = MaskRanges.of_block(ctx, tile, record)
+        """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
+        block_range = Ranges.of_block(ctx, tile, record)
         span = span_of_rows(ctx.plan, tile, wg)
         return block_range, QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)

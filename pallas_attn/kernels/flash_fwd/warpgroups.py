@@ -8,7 +8,7 @@ work tile of n kv tiles has n + 1 entries, the first without V and the last with
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,20 +28,11 @@ from pallas_attn.kernels.attention.tiles import (
     kv_row,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd import shared_memory
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
-    ClaimingTiles,
-    Meanwhile,
-    QueryPlan,
-    Ranges,
-    Turn,
-    WorkTiles,
-    work_tile,
-)
+from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
-    Barrier,
     Carry,
     GmemRef,
     Index,
@@ -49,7 +40,10 @@ from pallas_attn.kernels.lang.types import (
     RegisterTiles,
     SmemRef,
 )
-from pallas_attn.kernels.mma import row_numbers, wgmma
+from pallas_attn.kernels.mma import store_rows, wgmma
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_fwd.alternation import Alternation
 
 score_tiles = Special("kernels.attention.score_tiles")
 
@@ -67,8 +61,8 @@ def produce(ctx: KernelContext, block: Index, load: Callable[..., Any] | None = 
     the entries of a work tile in place of `load_entries`.
     """
     load = load or load_entries
-    work_tiles: WorkTiles = ctx.plan.producer_tiles
-    ranges: Ranges = ctx.plan.ranges
+    work_tiles: tile_scheduler.WorkTiles = ctx.plan.producer_tiles
+    ranges: type[tile_scheduler.Ranges] = ctx.plan.ranges
 
     def one_tile(turn: Turn, loaded: Loaded) -> Loaded:
         tile = work_tile(ctx, turn.code)
@@ -89,15 +83,14 @@ def load_entries(
     code of the next work tile where it is claimed meanwhile.
     """
     (lo, hi), ring = kv_range, Ring.of(ctx)
-    work_tiles: ClaimingTiles = ctx.plan.producer_tiles  # where there is something to claim
 
     def one_entry(e: Index, carry: tuple[Index, Any]) -> tuple[Index, Any]:
         count, claim = carry
         last, t = hi - lo, hi - 1 - e
         slot = ring.acquire(count)
         load_entry(ctx, tile, Entry(e, last, t, t + 1), slot)
-        if turn.claim_index is not None:
-            claim = work_tiles.claim_among_entries(ctx, turn, e, claim)
+        if turn.claim_next is not None:
+            claim = turn.claim_next(e, claim)
         return count + 1, claim
 
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -236,32 +229,12 @@ def no_keys(plan: Any) -> OutputSums:
     return OutputSums.nothing(_no_values(plan.v), ROWS)
 
 
-class Alternation(NamedTuple):
-    """Two consumers that have as many steps issue their matmuls in turn: while one computes its
-    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
-    issue those of its next step; the first consumer begins.
-    """
-
-    barriers: Barrier
-    wg: Index
-
-    def begin(self) -> None:
-        """Done once, before all steps of a launch."""
-        pl.when(self.wg == 1)(self.give)
-
-    def take(self) -> None:
-        plgpu.barrier_wait(self.barriers.at[self.wg])
-
-    def give(self) -> None:
-        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
-
-
 def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
     meanwhile: Meanwhile,
-    alternation: Alternation | None = None,
+    alternation: "Alternation | None" = None,
 ) -> tuple[OutputSums, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
     some are fetched, a whole one may be another than its number says: nothing reads that then.
@@ -308,7 +281,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Mea
 def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
-    alternation: Alternation | None,
+    alternation: "Alternation | None",
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -404,7 +377,7 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: OutputSums) -> Non
     if plan.tiling.padded_rows == plan.problem.q_len:
         mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
     else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
     for column, parts, staged in _parts_of_output(plan, acc, smem.out):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):

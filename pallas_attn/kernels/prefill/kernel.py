@@ -10,7 +10,8 @@ from jax import lax
 
 from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.warpgroups import Alternation, no_keys
+from pallas_attn.kernels.flash_fwd.alternation import Alternation
+from pallas_attn.kernels.flash_fwd.warpgroups import no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile

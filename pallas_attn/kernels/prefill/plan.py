@@ -374,7 +374,7 @@ class PrefillSmem(NamedTuple):
     ready: Barrier = None  # one an entry of the ring
     free: Barrier = None
     landed: Barrier = None  # the value tile that the length cuts is there
-    alternation: Barrier = None  # one a consumer: `warpgroups.Alternation`
+    alternation: Barrier = None  # one a consumer: `flash_fwd.alternation`
     tables: Any = None  # numbers of q tiles of the sequences, where rows are packed
     counted: Barrier = None  # the tables are filled
     producer: Any = None  # buffers of the producer
