@@ -181,25 +181,25 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     # ---- order of reads and writes ---------------------------------------------------------------
     "a_work_tile_is_left_out_of_what_blocks_claim": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "first) + grid",
         "first) + grid + 1",
         TEST_CLAIMS,
     ),
     "a_block_claims_on_past_the_last_work_tile": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "thread.select(number < work_tiles, code, -1)",
         "thread.select(number < work_tiles + 1, code, -1)",
         f"{TEST_CLAIMS} -k counts",
     ),
     "a_block_claims_again_at_every_kv_tile": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "lax.cond(entry == 1,",
         "lax.cond(entry >= 1,",
         f"{TEST_CLAIMS} -k counts",
     ),
     "chunks_that_share_keys_are_claimed_apart": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "problem.kv_heads, group).swapaxes(1, 2)",
         "problem.kv_heads, group)",
         f"{TEST_CLAIMS} -k claimed_together",
@@ -266,7 +266,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_TURNS} -k interpreted",
     ),
     "a_claim_is_read_before_it_is_written": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "    plgpu.barrier_wait(smem.ready.at[slot])\n",
         "",
         TEST_CLAIMS,
@@ -389,7 +389,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile and interpreted and frames16'",
     ),
     "the_last_keys_are_eight_too_few": Fault(
-        f"{FWD}/tile_scheduler.py",
+        f"{SHARED}/tile_scheduler.py",
         "tma_operands.round_up(problem.kv_len % block or block, 8)",
         "tma_operands.round_up(problem.kv_len % block or block, 8) - 8",
         f"{TEST_FWD} -k 'test_last_keys_in_eights_interpreted and 13-77'",
@@ -742,7 +742,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_SCHEDULES,
     ),
     "forward_schedule_loses_a_head": Fault(
-        f"{FWD}/tile_scheduler.py",
+        f"{SHARED}/tile_scheduler.py",
         "min(n + order.l2_heads, order.heads)",
         "min(n + order.l2_heads, order.heads - 1)",
         TEST_SCHEDULES,
@@ -754,19 +754,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "a_list_puts_later_tiles_among_the_first": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "thread.select(tile < begin, seen, seen + wholes - whole)",
         "seen",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "lists_of_one_head_rank_those_of_all": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "            owner = owner + own",
         "            owner = owner + own * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "lists_that_heads_share_are_those_of_single_heads": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "                own = own * sizes.heads // sizes.heads_of_codes",
         "                own = own % sizes.heads",
         f"{TEST_LISTED} -k test_lists_and_codes",
@@ -796,7 +796,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/guards/test_emitted_code.py -k test_rows_are_added",
     ),
     "heads_in_one_work_tile_are_all_the_first": Fault(
-        f"{FWD}/block_tables.py",
+        f"{SHARED}/block_tables.py",
         "    return tile._replace(head=tile.head + wg), tile.row",
         "    return tile, tile.row",
         "tests/api/test_kv_blocks.py -k 'interpreted and by_kv_head'",

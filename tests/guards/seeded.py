@@ -175,7 +175,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     },
     "tests/kernels/flash_fwd/test_claims.py": {
         "a_claimed_code_is_read_by_all_warps_unsynced": (
-            f"{FWD}/claims.py",
+            f"{SHARED}/claims.py",
             "    thread.shared_store(refs.codes, slot, code, first)\n    thread.sync()\n",
             "    thread.shared_store(refs.codes, slot, code, first)\n",
         ),

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.attention import segment_spans
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode_mla import plan as mla_plan
@@ -29,7 +29,6 @@ from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import merge_parts, shared_parts, shares
 from pallas_attn.kernels.prefill import plan as prefill_plan

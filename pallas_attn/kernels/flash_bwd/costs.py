@@ -14,10 +14,10 @@ from typing import NamedTuple
 import jax.experimental.pallas as pl
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 
 # Numbers of parts that `parts` compares. A part costs its float32 sums, written and read, and all
 # of them a launch; few steps cost as much as loading the keys.

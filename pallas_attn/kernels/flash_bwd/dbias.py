@@ -20,12 +20,12 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
+from pallas_attn.kernels.attention import tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd import aux_sums, operands
 from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, LogitSums
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
 from pallas_attn.masks import Mask
 

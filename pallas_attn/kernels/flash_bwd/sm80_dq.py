@@ -17,8 +17,14 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
-from pallas_attn.kernels.attention import sm80_column_stream, tile_logits, wide_heads
+from pallas_attn.kernels.attention import (
+    sm80_column_stream,
+    tile_logits,
+    tile_scheduler,
+    wide_heads,
+)
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
@@ -29,10 +35,9 @@ from pallas_attn.kernels.flash_bwd.sm80_scores import (
     load_statistics,
     logit_tile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
+from pallas_attn.kernels.flash_fwd import key_mask_ranges
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     GmemRef,

@@ -17,7 +17,7 @@ import dataclasses
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tile_lists, tiles
+from pallas_attn.kernels.attention import block_tables, tile_lists, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -32,7 +32,6 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.operands import Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check

@@ -31,6 +31,7 @@ from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import key_masks, score_tiles, tile_logits
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
@@ -41,7 +42,6 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (

@@ -24,16 +24,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_tiles, segment_spans, tile_logits, tma_operands
+from pallas_attn.kernels.attention import (
+    block_tables,
+    score_tiles,
+    segment_spans,
+    tile_logits,
+    tile_scheduler,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
-from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd import key_mask_ranges, listed
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (

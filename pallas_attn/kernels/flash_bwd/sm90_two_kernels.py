@@ -4,7 +4,7 @@
 | problem | dk and dv |
 |---|---|
 | head dims above 128, or float32 | `sm90_dkdv` |
-| a table of blocks (`flash_fwd/block_tables.py`), small ones or of long sequences | `sm90_dkdv` |
+| a table of blocks (`attention/block_tables.py`), small ones or of long sequences | `sm90_dkdv` |
 | short sequences, and others where `sm90` is slower or its bits do not repeat | `sm90_fused` |
 
 Both divide the steps of few work tiles over more blocks (`step_parts`). After them `sm90_dbias`
@@ -18,7 +18,8 @@ from typing import Any
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention import block_tables, score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -34,9 +35,7 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.operands import Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
 
 ROWS = tiles.ROWS

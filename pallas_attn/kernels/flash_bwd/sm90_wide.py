@@ -48,8 +48,9 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, tile_logits, tma_operands
+from pallas_attn.kernels.attention import logits, tile_logits, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -70,9 +71,8 @@ from pallas_attn.kernels.flash_bwd.operands import (
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
-from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
+from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late

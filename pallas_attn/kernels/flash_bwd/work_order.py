@@ -1,6 +1,6 @@
 """Tiles of keys and of queries, and the order in which blocks take work tiles of keys: by L2 group
 of kv heads, in a table that is made before anything runs, or claimed one by one
-(`flash_fwd/claims.py`). Where there are segment ids only the GPU knows how many query tiles a work
+(`attention/claims.py`). Where there are segment ids only the GPU knows how many query tiles a work
 tile meets: it makes the table (`key_tiles.schedule_by_rank`).
 
 Blocks in lockstep are at the same query tile at one time, so that one of them reads from memory
@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention import chunk_schedules, tile_lists, tile_scheduler
 from pallas_attn.kernels.attention.tiles import Span, known_offsets, mask_span, span_mask
-from pallas_attn.kernels.flash_fwd import chunk_schedules, tile_scheduler
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.masks import Mask
 

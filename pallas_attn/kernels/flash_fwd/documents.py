@@ -24,7 +24,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import segment_spans
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -32,8 +33,6 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang.types import Index, Operand, SmemRef
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes

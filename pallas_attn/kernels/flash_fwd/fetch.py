@@ -48,8 +48,8 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, owner_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word

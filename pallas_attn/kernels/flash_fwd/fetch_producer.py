@@ -15,10 +15,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn.kernels.attention import claims, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan, Turn
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch
-from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler, warpgroups
+from pallas_attn.kernels.flash_fwd import fetch, warpgroups
 from pallas_attn.kernels.flash_fwd.fetch import CHUNK_BITS, CHUNKS, Sizes
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn
 from pallas_attn.kernels.flash_fwd.warpgroups import Entry
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Carry, Index, Predicate

@@ -15,8 +15,8 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import logits, softmax, tma_operands
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, WorkTile
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Ring

@@ -30,13 +30,13 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, score_tiles, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
     QueryRows,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring

@@ -12,9 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import key_masks
+from pallas_attn.kernels.attention import key_masks, tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.types import Index
 
 

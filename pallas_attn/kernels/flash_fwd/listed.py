@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention import block_tables, tile_lists, tile_scheduler
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
+from pallas_attn.kernels.attention.tile_scheduler import Turn
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import block_tables, tile_scheduler, warpgroups
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn
+from pallas_attn.kernels.flash_fwd import warpgroups
 from pallas_attn.kernels.flash_fwd.warpgroups import Entry
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index

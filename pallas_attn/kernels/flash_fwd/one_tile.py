@@ -17,15 +17,15 @@ from jax import lax
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits, softmax
 from pallas_attn.kernels.attention.softmax import OutputSums
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd import warpgroups
-from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+from pallas_attn.kernels.attention.tile_scheduler import (
     StaticList,
     Turn,
     span_of_rows,
     work_tile,
 )
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.flash_fwd import warpgroups
+from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import wgmma

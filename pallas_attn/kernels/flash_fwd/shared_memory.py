@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, SmemRef
 
-claims = Special("kernels.flash_fwd.claims")
+claims = Special("kernels.attention.claims")
 documents = Special("kernels.flash_fwd.documents")
 fetch = Special("kernels.flash_fwd.fetch")
 score_tiles = Special("kernels.attention.score_tiles")

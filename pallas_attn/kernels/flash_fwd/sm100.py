@@ -54,8 +54,9 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tile_logits, tiles, tma_operands
+from pallas_attn.kernels.attention import softmax, tile_logits, tile_scheduler, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ForwardRefs,
     KernelContext,
@@ -64,10 +65,9 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, sm80, tile_scheduler
+from pallas_attn.kernels.flash_fwd import key_mask_ranges, sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef

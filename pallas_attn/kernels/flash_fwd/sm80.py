@@ -49,12 +49,14 @@ from pallas_attn.kernels.attention import (
     sm80_common,
     softmax,
     tile_logits,
+    tile_scheduler,
     tiles,
     tma_operands,
     wide_heads,
 )
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -63,9 +65,8 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns, tile_scheduler
+from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef

@@ -12,8 +12,8 @@ from pallas_attn.kernels.attention import sm80_column_stream, softmax, tile_logi
 from pallas_attn.kernels.attention.sm80_column_stream import HeadRows, Product, Stream
 from pallas_attn.kernels.attention.sm80_common import over_kv_tiles
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import mma_sync
 

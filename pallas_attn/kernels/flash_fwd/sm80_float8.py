@@ -28,6 +28,7 @@ from pallas_attn.kernels.attention import (
 )
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import (
     float8_mainloop,
@@ -36,7 +37,6 @@ from pallas_attn.kernels.flash_fwd import (
 )
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS, SPREAD, Factors
 from pallas_attn.kernels.flash_fwd.sm80 import ForwardSmem
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index

@@ -58,23 +58,18 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tiles, tma_operands
+from pallas_attn.kernels.attention import tile_scheduler, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
     KernelContext,
     QueryTiling,
 )
-from pallas_attn.kernels.flash_fwd import (
-    shared_memory,
-    sm90_defaults,
-    tile_scheduler,
-    warpgroups,
-)
+from pallas_attn.kernels.flash_fwd import shared_memory, sm90_defaults, warpgroups
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Ring
@@ -88,10 +83,10 @@ documents = Special("kernels.flash_fwd.documents")  # segment ids
 functions = Special("kernels.attention.functions")  # functions of positions
 linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
-block_tables = Special("kernels.flash_fwd.block_tables")  # heads of a group in a work tile
+block_tables = Special("kernels.attention.block_tables")  # heads of a group in a work tile
 key_mask_ranges = Special("kernels.flash_fwd.key_mask_ranges")  # masks of keys
 score_tiles = Special("kernels.attention.score_tiles")  # bias and mask_array by tiles
-claims = Special("kernels.flash_fwd.claims")  # long documents; K and V of a head beyond L2
+claims = Special("kernels.attention.claims")  # long documents; K and V of a head beyond L2
 fetch = Special("kernels.flash_fwd.fetch")  # K and V in the memory of other GPUs
 fetch_producer = Special("kernels.flash_fwd.fetch_producer")
 float32_mainloop = Special("kernels.flash_fwd.float32_mainloop")  # in terms of 16 bits

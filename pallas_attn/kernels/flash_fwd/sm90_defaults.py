@@ -9,15 +9,15 @@ from jax.experimental.pallas import cdiv
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
+from pallas_attn.kernels.attention import tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 
 batch_rows = Special("kernels.flash_fwd.batch_rows")
-block_tables = Special("kernels.flash_fwd.block_tables")
-claims = Special("kernels.flash_fwd.claims")
+block_tables = Special("kernels.attention.block_tables")
+claims = Special("kernels.attention.claims")
 one_tile = Special("kernels.flash_fwd.one_tile")
 tile_lists = Special("kernels.attention.tile_lists")
 

@@ -38,7 +38,15 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import logits, softmax, tile_scheduler, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import (
+    BLOCKS,
+    QueryPlan,
+    Ranges,
+    StaticList,
+    Turn,
+    work_tile,
+)
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -47,15 +55,7 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
-    BLOCKS,
-    QueryPlan,
-    Ranges,
-    StaticList,
-    Turn,
-    work_tile,
-)
+from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Block

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.special import Special
-from pallas_attn.kernels.attention import logits, softmax, tiles
+from pallas_attn.kernels.attention import logits, softmax, tile_scheduler, tiles
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -28,8 +29,7 @@ from pallas_attn.kernels.attention.tiles import (
     kv_row,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile, QueryPlan, Turn, work_tile
+from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (

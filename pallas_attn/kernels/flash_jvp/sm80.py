@@ -24,14 +24,13 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import sm80_common, softmax, tile_logits
+from pallas_attn.kernels.attention import sm80_common, softmax, tile_logits, tile_scheduler
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic

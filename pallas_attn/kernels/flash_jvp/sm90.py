@@ -36,9 +36,10 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tile_logits, tma_operands
+from pallas_attn.kernels.attention import logits, softmax, tile_logits, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -50,8 +51,6 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.producer import load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels

@@ -19,10 +19,10 @@ from jax import lax
 
 from pallas_attn.kernels.attention import logits, softmax
 from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.alternation import Alternation
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Meanwhile
 from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring

@@ -43,9 +43,9 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, separate_caches, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import (
     combine_partials,

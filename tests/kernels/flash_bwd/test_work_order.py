@@ -1,5 +1,5 @@
 """The order in which the backward kernels over keys take work tiles and query tiles: blocks that
-claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/work_order.py).
+claim work tiles (attention/claims.py) and blocks in lockstep (flash_bwd/work_order.py).
 """
 
 import contextlib

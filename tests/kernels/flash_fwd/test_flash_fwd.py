@@ -17,12 +17,12 @@ import pytest
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import segment_spans, tma_operands
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
-from pallas_attn.kernels.flash_fwd import batch_rows, documents, tile_scheduler
+from pallas_attn.kernels.flash_fwd import batch_rows, documents
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask, sliding_window
 from tests.support import aot, budget, mosaic

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.flash_fwd import block_tables, listed_tiles
+from pallas_attn.kernels.attention import block_tables, listed_tiles, tile_lists
 from pallas_attn.kernels.lang.types import Operand
 
 

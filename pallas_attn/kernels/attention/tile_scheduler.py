@@ -10,9 +10,9 @@ Producer and consumers go through their block's work tiles by `StaticList.for_ea
 tile is a number in the list, which `work_tile` decodes; `block_range` are the kv tiles that a block
 loads for it, and `rows_of` the rows of a warpgroup with those that they need.
 
-Other schedulers, with the same functions: blocks that claim work tiles (`claims`), packed documents
-(`documents`), lists of kv tiles by a mask function (`listed`), and keys in the memory of other GPUs
-(`fetch`).
+Other schedulers, with the same functions: blocks that claim work tiles (`claims`), and in
+`flash_fwd/` packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and
+keys in the memory of other GPUs (`fetch`).
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Predicate
 from pallas_attn.masks import Mask
 
-chunk_schedules = Special("kernels.flash_fwd.chunk_schedules")
-list_tables = Special("kernels.flash_fwd.list_tables")
+chunk_schedules = Special("kernels.attention.chunk_schedules")
+list_tables = Special("kernels.attention.list_tables")
 tile_lists = Special("kernels.attention.tile_lists")
 
 if TYPE_CHECKING:

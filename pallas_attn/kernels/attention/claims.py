@@ -13,7 +13,7 @@ by kv head, the longest first, the work tiles of a head end with the short ones,
 begin with the next head together. The matmuls wait a little more, as all blocks ask for the same
 keys at once, but at the power limit what is not read from memory is worth more than that. Where L2
 holds K and V of a head, a list is faster. The backward reads more a step, and gains more: its
-order is `flash_bwd.plan.schedule`'s.
+order is `flash_bwd.work_order.schedule`'s.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer (`Claiming`), before it loads the one before or, without documents, when two of
@@ -37,15 +37,15 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+from pallas_attn.kernels.attention import tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import (
     Offsets,
     QueryPlan,
     Start,
     Turn,
     never_empty_by_segments,
 )
+from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Predicate, SmemRef
