@@ -175,7 +175,7 @@ def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
 
     def uneven(table):
         work = jax.vmap(functools.partial(key_tiles.key_tile, ctx))(jnp.asarray(table).ravel())
-        cost = work_order.WORK_TILE_OVERHEAD + problem.group * np.asarray(work.steps)
+        cost = tile_scheduler.TILE_OVERHEAD + problem.group * np.asarray(work.steps)
         there = np.arange(table.shape[1])
         there = (there > 0) & (there <= table[:, :1])
         loads = np.where(there, cost.reshape(table.shape), 0).sum(axis=1)

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
@@ -46,6 +45,7 @@ from pallas_attn.kernels.attention.tiles import (
     span_mask,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Predicate
 from pallas_attn.masks import Mask
 
@@ -56,7 +56,6 @@ tile_lists = Special("kernels.attention.tile_lists")
 if TYPE_CHECKING:
     from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 
-BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
 L2_BYTES = 32 * 2**20  # bytes of K and V of the heads of an L2 group: a part of L2
 RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
 TILE_OVERHEAD = 1.5  # overhead of a work tile, in steps of one kv tile
@@ -265,7 +264,7 @@ def heads_of_l2_group(
     elif wanted:
         return min(wanted, heads)
     elif not (problem.mask.bounds_right or listed):
-        fit = (grid or BLOCKS) // tiling.q_tiles
+        fit = (grid or MULTIPROCESSORS) // tiling.q_tiles
     else:
         in_part = problem.mask.bounds_left or listed
         fit = heads_in(L2_BYTES * (2 if in_part else 1), problem, row)
@@ -461,10 +460,11 @@ def rounds(problem: AttentionProblem, rows: int) -> float:
         for n in range(0, max(problem.q_len, 1), rows)
     ]
     steps = sorted([max(0, int(hi) - int(lo)) for lo, hi in spans], reverse=True)
-    # One block takes n + 1 of the n * BLOCKS + 1 longest work tiles, none shorter than the last.
-    taken = range(0, heads * len(steps), BLOCKS)
+    # Of n blocks one takes m + 1 of the m n + 1 longest work tiles, none shorter than the last.
+    taken = range(0, heads * len(steps), MULTIPROCESSORS)
     busiest = max([(n + 1) * steps[at // heads] for n, at in enumerate(taken)], default=0)
-    return max(1.0, busiest / max(*steps, 1), heads * sum(steps) / (BLOCKS * max(*steps, 1)))
+    longest = max(*steps, 1)
+    return max(1.0, busiest / longest, heads * sum(steps) / (MULTIPROCESSORS * longest))
 
 
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:

@@ -32,7 +32,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
@@ -57,7 +56,7 @@ WIDTH = panels.WIDEST
 class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks
+    grid: int = mosaic.MULTIPROCESSORS  # blocks
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 1, "at least 1"))

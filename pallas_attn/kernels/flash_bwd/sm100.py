@@ -74,9 +74,9 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyG
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm100 as flash_fwd_sm100
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 
 TILE = flash_fwd_sm100.TILE  # keys of a work tile, and query rows of a step

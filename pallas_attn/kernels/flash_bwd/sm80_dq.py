@@ -18,6 +18,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import (
+    key_masks,
     sm80_column_stream,
     tile_logits,
     tile_scheduler,
@@ -35,7 +36,6 @@ from pallas_attn.kernels.flash_bwd.sm80_scores import (
     load_statistics,
     logit_tile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.lang import mosaic
@@ -152,7 +152,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     listed = list_of(ctx, tile) if plan.is_listed else None
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = ScoreRows(*where, listed)
-    visible = key_mask_ranges.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
+    visible = key_masks.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:

@@ -33,8 +33,8 @@ from pallas_attn.kernels.flash_bwd.operands import Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 
 ROWS = tiles.ROWS
 
@@ -49,7 +49,7 @@ class Config:
     k_in_registers: bool = False  # half of K, with query tiles of 64 and head dims above 64
     kv_slots: int = 1  # work tiles whose keys are in shared memory
     parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles

@@ -41,8 +41,8 @@ from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -263,7 +263,7 @@ def plan_of(problem: AttentionProblem, read: Read | None = None) -> QueryPlan:
     """
 
     def of(consumers: int, block: int, stages: int) -> QueryPlan:
-        plan = QueryPlan.of(problem, DqConfig(consumers, block, stages, dbias.BLOCKS))
+        plan = QueryPlan.of(problem, DqConfig(consumers, block, stages, MULTIPROCESSORS))
         return dataclasses.replace(plan, panels=takes_panels(problem))
 
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES

@@ -26,6 +26,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import (
     block_tables,
+    key_masks,
     score_tiles,
     segment_spans,
     tile_logits,
@@ -40,7 +41,7 @@ from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, listed
+from pallas_attn.kernels.flash_fwd import listed
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
@@ -119,13 +120,13 @@ def buffer_bytes(plan: QueryPlan) -> int:
 
 
 def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
-    """`key_mask_ranges.with_spans`, launched after the kernels before: `operands.ordered_after`
+    """`key_masks.with_spans`, launched after the kernels before: `operands.ordered_after`
     says why.
     """
     if not plan.skips_keys:
         return refs
     mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
-    return key_mask_ranges.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
+    return key_masks.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
 
 
 def visible_of(ctx: KernelContext, code: Index) -> Span | None:
@@ -134,7 +135,7 @@ def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     """
     if not ctx.plan.skips_keys:
         return None
-    return key_mask_ranges.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+    return key_masks.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
 
 
 def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:

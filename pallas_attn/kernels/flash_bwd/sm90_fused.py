@@ -74,8 +74,8 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyG
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.mosaic import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,

@@ -71,9 +71,10 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, KeyTiling, WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -96,7 +97,7 @@ RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
-    grid: int = USUAL_BLOCKS  # blocks; 0: one a head
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a head
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 0, "at least 0"))

@@ -46,9 +46,9 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import batch_rows
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,

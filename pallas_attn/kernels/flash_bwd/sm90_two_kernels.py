@@ -35,8 +35,8 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.operands import Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 
 ROWS = tiles.ROWS
 
@@ -51,7 +51,7 @@ class Config:
     dq_stages: int = 2  # kv tiles of its ring
     dq_warpgroups: int = 2  # its consumers
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
 

@@ -50,7 +50,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, tile_logits, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tile_scheduler import BLOCKS, QueryPlan
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -71,11 +71,11 @@ from pallas_attn.kernels.flash_bwd.operands import (
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
-from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Block, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -103,7 +103,7 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
-    grid: int = BLOCKS  # persistent blocks
+    grid: int = MULTIPROCESSORS  # persistent blocks
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
@@ -274,7 +274,7 @@ def scratch(buffers: Buffers) -> WideSmem:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the launch that needs most, barriers included."""
     launches = [Buffers(problem, config, gradient) for gradient in (DV, DK, DQ)]
-    return max(mosaic.bytes_of(scratch(buffers)) for buffers in launches) + shared_memory.BARRIERS
+    return max(mosaic.bytes_of(scratch(buffers)) for buffers in launches) + mosaic.BARRIERS
 
 
 class WideContext(NamedTuple):

@@ -31,7 +31,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
@@ -50,7 +49,7 @@ from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Regis
 
 MOST_PAIRS = 3  # pairs of a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
-BLOCKS = 2 * gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks at work at a time
+BLOCKS = 2 * mosaic.MULTIPROCESSORS  # blocks at work at a time
 RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, with barriers
 
 

@@ -23,13 +23,11 @@ import numpy as np
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import chunk_schedules, tile_lists, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, TILE_OVERHEAD
 from pallas_attn.kernels.attention.tiles import Span, known_offsets, mask_span, span_mask
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.masks import Mask
-
-L2_BYTES = 32 * 2**20  # read and added to by the heads of an L2 group: a part of L2
-USUAL_BLOCKS = 132
-WORK_TILE_OVERHEAD = 1.5  # steps of one query tile that a work tile costs beside its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +213,7 @@ class WorkOrder:
         """Kv heads of an L2 group, whose work tiles are taken together: L2 holds the rows of q and
         dO that these read, and the float32 dq that they add to.
         """
-        mask, blocks = self.problem.mask, self.blocks or USUAL_BLOCKS
+        mask, blocks = self.problem.mask, self.blocks or MULTIPROCESSORS
         if self.heads_together:
             return min(self.heads_together, self.heads)
         if self.parts > 1:  # work tiles are few: blocks take parts of all of them at one time
@@ -246,7 +244,7 @@ class WorkOrder:
     @property
     def has_few_work_tiles(self) -> bool:
         """Whether a block has so few that its idle time at the end depends on the schedule."""
-        return self.work_tiles < 4 * (self.blocks or USUAL_BLOCKS)
+        return self.work_tiles < 4 * (self.blocks or MULTIPROCESSORS)
 
     @property
     def exceeds_l2(self) -> bool:
@@ -286,7 +284,7 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
 def in_order(order: WorkOrder, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The codes of work tiles as blocks should begin them, and their costs in steps."""
     problem, tiling = order.problem, order.tiling
-    costs = np.full((max(1, len(offsets)), tiling.kv_tiles), WORK_TILE_OVERHEAD)
+    costs = np.full((max(1, len(offsets)), tiling.kv_tiles), TILE_OVERHEAD)
     lists, steps = tile_lists.static(problem, *tiling.list_sizes), problem.group / order.parts
     if lists is not None:
         costs += steps * lists[..., 0].mean(axis=(0, 1))
@@ -323,7 +321,7 @@ def _claimed(order: WorkOrder, tiles: np.ndarray, costs: np.ndarray) -> np.ndarr
         tiles = (head << bits) + tile
     elif order.tiling.chunks > 1:
         head, whole = tiles >> bits, costs == costs.max()
-        others = int((~whole & (costs > WORK_TILE_OVERHEAD)).sum())
+        others = int((~whole & (costs > TILE_OVERHEAD)).sum())
         together = max(2, 2 * order.grid * order.heads // max(1, others))
         group = np.where(whole, head - order.heads, head // together)
         tiles = tiles[np.lexsort((head, -costs, group))]

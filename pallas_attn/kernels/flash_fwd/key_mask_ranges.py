@@ -7,7 +7,6 @@ masked, in loops of their own.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -15,27 +14,6 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks, tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.lang.types import Index
-
-
-def with_spans(ctx: KernelContext) -> Any:
-    """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
-    plan, refs, _ = ctx
-    if not plan.skips_keys:
-        return refs
-    return refs._replace(key_spans=key_masks.spans(refs.mask_array, plan.tiling.block_kv))
-
-
-def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
-    """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
-    return key_masks.span_in(_words_of(ctx, tile))
-
-
-def _words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
-    """The words that `key_masks.spans` holds for a work tile's head."""
-    spans = ctx.refs.key_spans
-    batches, heads, words = spans.shape
-    batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
-    return tuple(spans[batch, head, n] for n in range(words))
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -53,7 +31,7 @@ class Ranges(tile_scheduler.Ranges):
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, ...]:
         """Words of the visible kv tiles, and a run of whole ones."""
-        return _words_of(ctx, tile_scheduler.work_tile(ctx, code))
+        return key_masks.words_of(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
     def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> tuple[Index, ...]:

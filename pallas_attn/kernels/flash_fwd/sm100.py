@@ -54,7 +54,14 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tile_logits, tile_scheduler, tiles, tma_operands
+from pallas_attn.kernels.attention import (
+    key_masks,
+    softmax,
+    tile_logits,
+    tile_scheduler,
+    tiles,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.attention.tiles import (
@@ -65,11 +72,11 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, sm80
+from pallas_attn.kernels.flash_fwd import sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 TILE = 128  # rows of a q tile: lanes of tensor memory
@@ -601,7 +608,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         lengths = jnp.asarray(inputs.kv_lengths)
         fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)
     refs = sm80.operands(plan, inputs, fields)
-    return key_mask_ranges.with_spans(KernelContext(plan, refs))
+    return key_masks.with_spans(KernelContext(plan, refs))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

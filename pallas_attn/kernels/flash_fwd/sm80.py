@@ -44,6 +44,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     functions,
+    key_masks,
     segment_spans,
     sm80_column_stream,
     sm80_common,
@@ -65,7 +66,7 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns
+from pallas_attn.kernels.flash_fwd import documents, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -360,7 +361,7 @@ def span_of(ctx: KernelContext, tile: WorkTile, rows: Index | None = None) -> Sp
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.skips_keys:
-        span = span.within(key_mask_ranges.visible_tiles(ctx, tile))
+        span = span.within(key_masks.visible_tiles(ctx, tile))
     elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
@@ -412,7 +413,7 @@ def launched(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )
-    results: tuple[jax.Array, jax.Array] = call(key_mask_ranges.with_spans(ctx))
+    results: tuple[jax.Array, jax.Array] = call(key_masks.with_spans(ctx))
     return results
 
 

@@ -69,9 +69,9 @@ from pallas_attn.kernels.attention.tiles import (
     QueryTiling,
 )
 from pallas_attn.kernels.flash_fwd import shared_memory, sm90_defaults, warpgroups
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
     GmemRef,
@@ -85,6 +85,7 @@ linear_scores = Special("kernels.attention.linear_scores")  # a slope and an off
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
 block_tables = Special("kernels.attention.block_tables")  # heads of a group in a work tile
 key_mask_ranges = Special("kernels.flash_fwd.key_mask_ranges")  # masks of keys
+key_masks = Special("kernels.attention.key_masks")
 score_tiles = Special("kernels.attention.score_tiles")  # bias and mask_array by tiles
 claims = Special("kernels.attention.claims")  # long documents; K and V of a head beyond L2
 fetch = Special("kernels.flash_fwd.fetch")  # K and V in the memory of other GPUs
@@ -107,7 +108,7 @@ class Config:
     block_kv: int = 128  # keys of a kv tile
     stages: int = 2  # entries of the ring of K and V
     l2_heads: int = 0  # heads whose work tiles are taken together; 0: `heads_of_l2_group`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
@@ -375,7 +376,7 @@ def run(
         kernel_name="flash_fwd_sm90",
     )
     if plan.skips_keys and not plan.independent:
-        refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
+        refs = key_masks.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
     return (out, lse) if plan.rows_apart is None else batch_rows.split(out, lse, config.batch_rows)

@@ -10,10 +10,10 @@ from jax.experimental.pallas import cdiv
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tile_scheduler
-from pallas_attn.kernels.attention.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, STEP_OVERHEAD
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 
 batch_rows = Special("kernels.flash_fwd.batch_rows")
 block_tables = Special("kernels.attention.block_tables")
@@ -112,7 +112,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     """The Config that leaves few rows and keys of its tiles, and few blocks, idle. Measured from 33
     to 2047 rows, and up to 4096 where no block takes two work tiles.
     """
-    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
+    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * MULTIPROCESSORS:
         rows = batch_rows.most_joined(problem)
         if rows > 1:
             consumers = 4 if dim <= 64 else 2
@@ -166,7 +166,7 @@ def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
     """Whether heads are so small that each consumer takes one: see `one_tile`."""
     most = 128 if dim <= 32 else 64 if dim <= 64 or problem.q_len < 56 else 0
     tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
-    return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
+    return problem.q_len <= 128 and tiles > MULTIPROCESSORS and one_tile.takes(problem, most)
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.

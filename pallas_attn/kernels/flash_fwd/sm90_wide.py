@@ -40,7 +40,6 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, softmax, tile_scheduler, tiles, tma_operands
 from pallas_attn.kernels.attention.tile_scheduler import (
-    BLOCKS,
     QueryPlan,
     Ranges,
     StaticList,
@@ -55,9 +54,9 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import store_rows
@@ -81,7 +80,7 @@ class Config(OneForAll):
 
     k_ring: int = 6  # blocks of the ring of warpgroup 2
     v_ring: int = 2  # blocks of the rings of warpgroups 0 and 1
-    grid: int = BLOCKS  # persistent blocks
+    grid: int = MULTIPROCESSORS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
     block_kv, warpgroups = KEYS, 1  # a work tile has one warpgroup of rows
@@ -177,7 +176,7 @@ def scratch(plan: QueryPlan) -> WideSmem:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     buffers = mosaic.bytes_of(scratch(QueryPlan.of(problem, config)))
-    return buffers + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
+    return buffers + mosaic.BARRIERS + mosaic.REDUCTION_BYTES
 
 
 # ---- the ring ------------------------------------------------------------------------------------

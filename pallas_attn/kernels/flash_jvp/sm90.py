@@ -32,7 +32,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
@@ -55,6 +54,7 @@ from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -66,8 +66,6 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
-BARRIERS = 1024  # bytes kept for barriers and for alignment
 REGISTERS = {1: 240, 2: 240, 3: 160}  # registers of a consumer's thread, by number of consumers
 
 
@@ -79,7 +77,7 @@ class Config:
     block_kv: int = 64  # keys of a kv tile
     stages: int = 2  # entries of each ring
     l2_heads: int = 0  # heads whose work tiles are taken together; 0: `heads_of_l2_group`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
 
     def __post_init__(self) -> None:
         check(

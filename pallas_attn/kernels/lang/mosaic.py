@@ -21,6 +21,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.lang.asm import Int, give, i32
 from pallas_attn.kernels.lang.types import (
     DType,
@@ -33,6 +34,11 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 
+# Hopper's: bytes of shared memory that a block may have, of which so many are kept for barriers and
+# for alignment; and blocks of a persistent kernel, one a multiprocessor.
+SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
+BARRIERS = 1024
+MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 THREADS = 128  # threads of a warpgroup
 REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]

@@ -21,9 +21,10 @@ from pallas_attn.kernels.attention.cache_layout import Contiguous
 from pallas_attn.kernels.attention.tiles import KernelContext, mask_of
 from pallas_attn.kernels.attention.tiles import limit as attention_limit
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import queries, sm90, tma_producer
-from pallas_attn.kernels.prefill.plan import BLOCKS, Plan, PrefillRefs, SequenceKeys, bytes_of
+from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs, SequenceKeys, bytes_of
 
 Array = jax.Array
 
@@ -93,7 +94,7 @@ def _forward_cost(problem: AttentionProblem) -> float:
     config = flash_fwd.Config.default(problem)
     plan = flash_fwd.plan_of(problem, config)
     speed = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}[config.warpgroups]
-    rows = pl.cdiv(plan.order.work_tiles, BLOCKS) * plan.tiling.row_blocks
+    rows = pl.cdiv(plan.order.work_tiles, MULTIPROCESSORS) * plan.tiling.row_blocks
     return rows / speed * (pl.cdiv(_keys(problem), 128) + 1.5)
 
 

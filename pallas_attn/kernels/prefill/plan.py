@@ -20,7 +20,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import (
     cache_layout,
@@ -32,9 +31,9 @@ from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -46,8 +45,6 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
-
-BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 
 
 def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
