@@ -1,8 +1,9 @@
 """The softmax: the online step over kv tiles, and its end.
 
 Inside, exponents are to base 2: the GPU's ex2 is one instruction, and `scale * log2(e)` folds into
-the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm. No other file
-knows the base: `to_log2`, `finish` and `finish_row` convert.
+the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm: `to_log2`,
+`finish` and `finish_row` convert. Files that exponentiate on their own rely on the base: search for
+exp2.
 
 The state of a row is its `row_max`, the largest logit so far in log2 units (-inf: no key yet), and
 its `row_sum`, the sum of 2**(logit - row_max). A sum is kept as 8 partial sums a row, one for each
@@ -80,7 +81,7 @@ class OutputSums(NamedTuple):
 
     @classmethod
     def nothing(cls, acc: RegisterTiles, rows: int) -> "OutputSums":
-        """Of rows that have met no key, from zeros `acc`."""
+        """The state of rows that have met no key; `acc` is zeros."""
         row_sum = mosaic.filled((rows, PARTIALS), 0.0)
         return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
 

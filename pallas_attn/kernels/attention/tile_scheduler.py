@@ -6,9 +6,9 @@ ahead. It needs no counter in global memory, and a block loads the next q tile d
 Measured on an H200 it is faster than one block a work tile, which is faster than a persistent block
 that takes every 132nd work tile.
 
-Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. A work
-tile is a number in the list, which `work_tile` decodes; `block_range` are the kv tiles that a block
-loads for it, and `rows_of` the rows of a warpgroup with those that they need.
+Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. The list
+has a number for each work tile, its code, which `work_tile` decodes. `Ranges.of_block` says which kv
+tiles the block loads for a work tile, and `Ranges.of_rows` which of them a warpgroup's rows need.
 
 Other schedulers, with the same functions: blocks that claim work tiles (`claims`), and in
 `flash_fwd/` packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and
@@ -460,7 +460,7 @@ def rounds(problem: AttentionProblem, rows: int) -> float:
         for n in range(0, max(problem.q_len, 1), rows)
     ]
     steps = sorted([max(0, int(hi) - int(lo)) for lo, hi in spans], reverse=True)
-    # Of n blocks one takes m + 1 of the m n + 1 longest work tiles, none shorter than the last.
+    # One of n blocks takes m + 1 of the m n + 1 longest work tiles, none shorter than the last.
     taken = range(0, heads * len(steps), MULTIPROCESSORS)
     busiest = max([(n + 1) * steps[at // heads] for n, at in enumerate(taken)], default=0)
     longest = max(*steps, 1)

@@ -28,8 +28,9 @@ ROWS = 64  # query rows of a warpgroup, which one wgmma takes
 # Arrays that decide at run time which keys rows see; without them the mask alone does.
 DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
 DYNAMIC |= {"q_segment_ids", "mask_array"}
-# Kinds of spans: without a kv tile; whose first tile, the one at the end, needs a mask; with other
-# masked tiles behind the whole ones; and with some before them.
+# Kinds of spans, whose kv tiles are taken from the last to the first. "empty": there is no kv tile.
+# "first_masked": the last kv tile needs a mask. "high": others after those that are visible whole
+# need one. "low": some before them do.
 SECTIONS = frozenset(("empty", "first_masked", "high", "low"))
 
 

@@ -161,7 +161,7 @@ class FusedSmem(NamedTuple):
 
 
 def scratch(plan: KeyPlan) -> FusedSmem:
-    """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
+    """Shared memory, described once: `gradients` launches it, `buffer_bytes` adds it up."""
     config, form, dtype = plan.config, plan.format, jnp.dtype(plan.problem.dtype)
     barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
@@ -682,8 +682,9 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 
 
 def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dk and dv in the sizes of refs.k and refs.v, and dq; None where the plan says nothing of it.
-    S and dP begin with lse and delta as accumulators do, where they do.
+    """Launches the kernel: dk and dv in the sizes of refs.k and refs.v, and dq, or None if the plan
+    makes none. Where S and dP begin with lse and delta (`KeyPlan.presets`), the kernel is given
+    both negated, and lse in the unit of S.
     """
     dq, outs, in_parts = plan.dq, list[jax.ShapeDtypeStruct](), plan.order.parts > 1
     is_written = isinstance(dq, dq_sum.Written)

@@ -196,6 +196,6 @@ def _step(  # noqa: PLR0913
         ring.release(slot)
         acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
         state = _State(acc, row_sum, new.row_max, state.p)
-    # P is rounded after the wait: see `sm90`.
+    # P is rounded after the wait: see `warpgroups`.
     state = state._replace(p=numbers.terms_of(new.p), row_sum=state.row_sum + new.row_sum)
     return state, ring.after(slot)

@@ -354,6 +354,6 @@ def _step(  # noqa: PLR0913
         new = softmax_of(wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels))
     _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-    # P is rounded after the wait: see `sm90`.
+    # P is rounded after the wait: see `warpgroups`.
     p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

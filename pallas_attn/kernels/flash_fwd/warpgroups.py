@@ -236,8 +236,9 @@ def mainloop(
     meanwhile: Meanwhile,
     alternation: "Alternation | None" = None,
 ) -> tuple[OutputSums, Index]:
-    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
-    some are fetched, a whole one may be another than its number says: nothing reads that then.
+    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Kv
+    tiles that are fetched from other GPUs may come in another order: then nothing reads the number
+    of one that needs no mask.
     `meanwhile`: further work, done under the first matmul. `alternation`: how two consumers
     issue their matmuls; None: each whenever it can.
     """

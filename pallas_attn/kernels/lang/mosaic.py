@@ -1,5 +1,6 @@
-"""Compatibility layer over Mosaic GPU for kernels that work on tiles: whatever depends on the JAX
-version, or on the CPU interpreter, is said here and once.
+"""The layer over Mosaic GPU for kernels that work on tiles: layouts, loads and stores, launches,
+inline machine code with its twin in NumPy for the CPU interpreter, and Hopper's sizes. Of these
+operations, those that depend on the JAX version are made to look alike here.
 
 Kernels that reach other GPUs import `peer_memory`, and programs of single threads `thread_program`.
 """

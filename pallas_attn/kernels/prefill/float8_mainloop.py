@@ -185,6 +185,6 @@ def _step(  # noqa: PLR0913
     acc = state.acc + out
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-    # P is rounded after the wait: see `flash_fwd.sm90`.
+    # P is rounded after the wait: see `flash_fwd.warpgroups`.
     p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
