@@ -7,8 +7,8 @@ Measured on an H200 it is faster than one block a work tile, which is faster tha
 that takes every 132nd work tile.
 
 Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. The list
-has a number for each work tile, its code, which `work_tile` decodes. `Ranges.of_block` says which kv
-tiles the block loads for a work tile, and `Ranges.of_rows` which of them a warpgroup's rows need.
+has a number for each work tile, its code, which `work_tile` decodes. `Ranges.of_block` says which
+kv tiles the block loads for a work tile, `Ranges.of_rows` which of them a warpgroup's rows need.
 
 Other schedulers, with the same functions: blocks that claim work tiles (`claims`), and in
 `flash_fwd/` packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and
