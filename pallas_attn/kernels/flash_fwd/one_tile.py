@@ -56,6 +56,9 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         for name in "kv":
             warpgroups.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
 
+    def no_keys() -> OutputSums:
+        return OutputSums.nothing(warpgroups.no_values(plan.v), ROWS)
+
     def one_tile(turn: Turn, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the work tile before.
         pl.when(turn.has_next())(lambda: load(turn.following, turn.index + 1))
@@ -66,7 +69,7 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         attend = functools.partial(_attend, ctx, rows)
         if "empty" in plan.sections:
             has_keys = rows.span.hi > rows.span.lo
-            result = lax.cond(has_keys, attend, functools.partial(warpgroups.no_keys, plan))
+            result = lax.cond(has_keys, attend, no_keys)
         else:
             result = attend()
         warpgroups.store_result(ctx, rows, result)
@@ -89,5 +92,5 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> OutputSums:
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, plan.logit_rules.unit, nothing, empty_ok=True, offset=offset)
     p = warpgroups.widened(new.p.astype(plan.v.dtype), v)
-    acc = wgmma.add_value_panels(warpgroups.no_keys(plan).acc, p, v)
+    acc = wgmma.add_value_panels(warpgroups.no_values(plan.v), p, v)
     return OutputSums(acc, new.row_sum, new.row_max)

@@ -300,9 +300,8 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[OutputSums, Index]:
-            return warpgroups.no_keys(plan), _release_unused(
-                ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot
-            )
+            nothing = OutputSums.nothing(warpgroups.no_values(plan.v), ROWS)
+            return nothing, _release_unused(ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot)
 
         if may_be_empty:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)

@@ -217,16 +217,11 @@ class State(NamedTuple):
     p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
 
 
-def _no_values(v: OperandFormat) -> RegisterTiles:
+def no_values(v: OperandFormat) -> RegisterTiles:
     """The accumulator of the output, or that of each panel."""
     if v.panels:
         return tuple([mosaic.filled((ROWS, width), 0.0) for width in v.panels])
     return mosaic.filled((ROWS, v.width), 0.0)
-
-
-def no_keys(plan: Any) -> OutputSums:
-    """The result of rows that need no kv tile."""
-    return OutputSums.nothing(_no_values(plan.v), ROWS)
 
 
 def mainloop(
@@ -276,7 +271,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Mea
     new = softmax.step(s, unit, nothing, empty_ok=True, offset=offset)
     p = new.p.astype(ctx.plan.v.dtype)
     p = with_zeros(p, block) if keys < block else p
-    return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
+    return State(no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913

@@ -207,9 +207,12 @@ def inline(
     args: Sequence[Any],
     types: Sequence[Any],
     result: Any,
+    *,
+    traced: bool = False,
 ) -> Any:
-    """`code(*args)` in MLIR on the GPU, `twin(*args)` in NumPy under the interpreter. `types`:
-    layouts of registers, `plgpu.RefType` of refs. Code has what is `SCALAR` as an `Int`.
+    """`code(*args)` in MLIR on the GPU, `twin(*args)` in NumPy under the interpreter; `traced`: in
+    jax.numpy, of values alone. `types`: layouts of registers, `plgpu.RefType` of refs. Code has
+    what is `SCALAR` as an `Int`.
     """
 
     def run(context, *values):
@@ -220,7 +223,7 @@ def inline(
         return Int(value.registers.item()) if kind is SCALAR else value
 
     known: Any = run
-    known.twin = twin
+    setattr(known, "values" if traced else "twin", twin)
     return plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)(known)(*args)
 
 
@@ -289,7 +292,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     a matmul. The interpreter, which has no warps, answers for all rows at once.
     """
 
-    def vote(_, tile):
+    def vote(tile):
         numbers = [
             vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
             for register in tile.registers.flat
@@ -306,10 +309,11 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
         answer = give(i32(), ptx, [above], "=r,r")
         return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
 
-    inline: Any = vote
-    inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
+    def twin(x):
+        return (x > bound).any().astype(jnp.int32)
+
     layout = layout or (TILE if numbers.ndim == 2 else ROW)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=NUMBER)(inline)(numbers)
+    return inline(vote, twin, (numbers,), (layout,), NUMBER, traced=True)
 
 
 def grid_of(**axes: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.alternation import Alternation
-from pallas_attn.kernels.flash_fwd.warpgroups import no_keys
+from pallas_attn.kernels.flash_fwd.warpgroups import no_values
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
@@ -68,7 +68,7 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
             return plan.mainloop(ctx, rows, slot, None, alternation)
 
         def skip(slot):
-            return no_keys(plan), slot
+            return OutputSums.nothing(no_values(plan.v), ROWS), slot
 
         result, slot = lax.cond(unit.span.hi > unit.span.lo, attend, skip, slot)
         if config.q_slots == 1:
@@ -89,7 +89,8 @@ def _without_idle_rows(
 ) -> OutputSums:
     """The result, in which rows that do not count, which may be NaN, see no key."""
     plan = ctx.plan
-    live, none = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len, no_keys(plan)
+    live = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len
+    none = OutputSums.nothing(no_values(plan.v), ROWS)
 
     def chosen(some: RegisterTile, nothing: RegisterTile) -> RegisterTile:
         inside = live if some.ndim == 1 else mosaic.broadcast_rows(live, some.shape)
