@@ -581,14 +581,14 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "factor = factor * refs.units[0, tile.batch, head]",
         ),
         "outputs_past_a_query_length_are_one": (
-            f"{FWD}/warpgroups.py",
-            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)",
-            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 1.0), acc)",
+            f"{SHARED}/softmax.py",
+            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc",
+            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 1.0), acc",
         ),
         "a_loop_over_whole_tiles_leaves_one_out": (
             f"{FWD}/warpgroups.py",
-            "    carry = loop(high, low, False, carry)\n",
-            "    carry = loop(high, low + 1, False, carry)\n",
+            "lax.fori_loop(-high, -low, functools.partial(counted, False), carry)",
+            "lax.fori_loop(-high, -low - 1, functools.partial(counted, False), carry)",
         ),
         "values_are_those_of_the_keys_of_an_entry": (
             f"{FWD}/warpgroups.py",

@@ -37,13 +37,12 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import tile_scheduler
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import (
     Offsets,
     QueryPlan,
     Start,
     Turn,
-    never_empty_by_segments,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
 from pallas_attn.kernels.lang import thread_program, threads
@@ -83,7 +82,7 @@ def is_possible(problem: AttentionProblem, tiling: QueryTiling) -> bool:
     """Whether each work tile is known to take a kv tile."""
     if problem.mask_program is not None:
         return False
-    return never_empty_by_segments(problem) or "empty" not in sections_of(problem, tiling)
+    return segment_spans.never_empty(problem) or "empty" not in sections_of(problem, tiling)
 
 
 # ---- the order ----------------------------------------------------------------------------------

@@ -613,15 +613,6 @@ def ends_of_some(spans: Sequence[Span]) -> tuple[Index, Index]:
     return functools.reduce(jnp.minimum, lows), hi
 
 
-def never_empty_by_segments(problem: AttentionProblem) -> bool:
-    """Whether rows without a key take one kv tile all the same, which is masked whole, where there
-    are segment ids: a branch around the mainloop would cost every work tile a hundred moves of
-    registers, and claims (`claims`) ask for a kv tile.
-    """
-    others = set(problem.arrays) - {"q_offset", "device"}
-    return others == {"q_segment_ids", "kv_segment_ids"}
-
-
 class Ranges:
     """The kv tiles of work tiles where the mask and lengths alone decide. Subclasses with the same
     functions are in `documents`, `listed` and `key_mask_ranges`.

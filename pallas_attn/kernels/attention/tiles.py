@@ -195,6 +195,11 @@ class QueryTiling:
         return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
 
     @functools.cached_property
+    def whole_rows(self) -> bool:
+        """Whether no work tile has rows past T."""
+        return self.padded_rows == self.q_len
+
+    @functools.cached_property
     def has_idle_spans(self) -> bool:
         """Whether some span is of rows past T only."""
         return self.padded_rows - self.q_len >= self.span_rows

@@ -142,20 +142,14 @@ def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> 
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi. `visible`: those that a
     mask of keys leaves; None where all tiles are masked by it.
     """
-    plan, refs, _ = ctx
+    plan = ctx.plan
     if plan.is_listed:
         return listed.list_of(ctx, tile).span
     rows: Index = plan.tiling.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
     span = plan.span(tile.mask, tile.q_offset + tile.row, plan.tiling.tile_rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if visible is not None:
-        span = span.within(visible)
-    elif plan.has("mask_array"):
-        span = span._replace(full_hi=span.full_lo)
+    span = segment_spans.narrowed(ctx, tile, span, visible)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
     return Span(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)

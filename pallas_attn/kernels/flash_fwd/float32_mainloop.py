@@ -187,10 +187,7 @@ def _step(  # noqa: PLR0913
             wgmma.multiply(scores, *score_operands())
             wgmma.multiply(out, state.p, values)
 
-        scores_like = mosaic.filled(shape, 0.0)
-        like = softmax.Step(
-            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-        )
+        like = softmax.Step.like(shape[1], state.row_max, state.row_sum, slot)
         behind = wgmma.products(numbers.values.terms, numbers.values.terms)
         acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind)
         ring.release(slot)

@@ -342,16 +342,14 @@ def _step(  # noqa: PLR0913
         )
         return new._replace(p=factors.of_values(t, slot, new.p))
 
-    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
+    shape = ROWS, ctx.plan.config.block_kv
     if len(v) == 1:
-        like = softmax.Step(
-            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-        )
+        like = softmax.Step.like(shape[1], state.row_max, state.row_sum, slot)
         out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
         acc: tuple[RegisterTile, ...] = (_added(ctx, of_values, state.acc[0], out),)
     else:  # registers hold scores or the product of a part, not both
         acc = _with_values(ctx, of_values, state, v)
-        new = softmax_of(wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels))
+        new = softmax_of(wgmma.matmul(shape, q, k, None, wgmma.score_panels))
     _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `warpgroups`.

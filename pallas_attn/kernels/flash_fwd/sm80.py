@@ -8,7 +8,7 @@ tile, so warps synchronise only where shared memory changes owners. Several bloc
 multiprocessor: the softmax of one runs while another has the tensor cores.
 
 Kv tiles are taken from the last to the first, as in sm90.py; masks, softmax and schedule are the
-same code. Where a row max is raised the output is rescaled at once (`softmax.step_and_rescale`), so
+same code. Where a row max is raised the output is rescaled at once (`_step_and_rescale`), so
 that nothing but arithmetic stands between exponents and the matmuls with V, and they overlap.
 
 Shared memory holds q, from where the output leaves too (mma/epilogue.py), and `stages` tiles of K
@@ -34,7 +34,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -70,7 +69,14 @@ from pallas_attn.kernels.flash_fwd import documents, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    Operand,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import epilogue, mma_sync, store_rows
 
 
@@ -265,12 +271,38 @@ def _step(
         copy_async(copy(t - 1, "k"), pending=0)
     logits = tile_logits.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
-    new, (acc, row_sum) = softmax.step_and_rescale(
+    new, (acc, row_sum) = _step_and_rescale(
         logits, plan.logit_rules.unit, sums.row_max, (sums.acc, sums.row_sum), empty_ok=empty_ok
     )
     p = mma_sync.terms_of(new.p, terms, smem.v.dtype)
     acc = mma_sync.matmul_add(acc, p, smem.v, slot, form.v_width)
     return OutputSums(acc, row_sum + new.row_sum, new.row_max)
+
+
+def _step_and_rescale(
+    logits: RegisterTile,
+    unit: float | None,
+    row_max: RegisterTile,
+    older: RegisterTiles,
+    *,
+    empty_ok: bool,
+) -> tuple[softmax.Step, Any]:
+    """`softmax.next_step` and `softmax.rescaled` in one branch, which few tiles take. After it come
+    exponents, and nothing that separates them from the matmuls that follow. Nothing is left to
+    rescale: the step's `rescale` is None.
+    """
+    peaks = softmax.peaks_of(logits, unit)
+    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
+    moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
+
+    def raised():
+        higher = softmax.raise_to(logits.max(axis=1), unit, row_max)
+        rescale = jnp.exp2(row_max - softmax.base_of(higher, empty_ok))
+        return higher, softmax.scaled(older, rescale)
+
+    row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
+    p, row_sum = softmax.exponentials_and_sums(logits, unit, softmax.base_of(row_max, empty_ok))
+    return softmax.Step(p, row_max, None, row_sum, moved), older
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
@@ -284,15 +316,9 @@ def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
     acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), sums.acc)
     if tile.q_len is not None:
-        inside = mosaic.positions(lse.shape, 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(
-            refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.tiling.tile_rows)], lse
-        )
-    else:
-        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
     return acc
 
 
@@ -352,18 +378,13 @@ def span_of(ctx: KernelContext, tile: WorkTile, rows: Index | None = None) -> Sp
     """The kv tiles of so many rows from `tile.row` on, those of the work tile as a rule; lo == hi
     == 0 where there is none.
     """
-    plan, refs, _ = ctx
+    plan = ctx.plan
     rows = plan.tiling.tile_rows if rows is None else rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
     span = plan.span(tile.mask, tile.q_offset + tile.row, rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.skips_keys:
-        span = span.within(key_masks.visible_tiles(ctx, tile))
-    elif plan.has("mask_array"):
-        span = span._replace(full_hi=span.full_lo)
+    visible = key_masks.visible_tiles(ctx, tile) if plan.skips_keys else None
+    span = segment_spans.narrowed(ctx, tile, span, visible)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
 
 

@@ -407,16 +407,13 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
     sink = None if refs.sinks is None else refs.sinks[tile.head]
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
     if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
+        lse, _ = softmax.without_dead_rows(lse, (), rows.row, tile.q_len)
     pl.when(turn.index > 0)(lambda: plgpu.barrier_wait(smem.factor_free))
     smem.factor[...] = factor
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.factor_ready)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    else:
-        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
 
 
 # ---- values --------------------------------------------------------------------------------------

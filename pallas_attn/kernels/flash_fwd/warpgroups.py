@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -307,10 +306,7 @@ def _step(  # noqa: PLR0913
             offset=offset,
         )
 
-    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
+    like = softmax.Step.like(k[0].shape[0], state.row_max, state.row_sum, slot)
     acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
@@ -339,18 +335,17 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # whole tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
 
-    def loop(begin: Index, end: Index, masked: bool | None, carry: Carry) -> Any:
-        def body(i: Index, carry: Carry) -> Any:
-            return step((low, high), masked, -1 - i, carry)
-
-        return lax.fori_loop(-begin, -end, body, carry)  # loops count up
+    def counted(masked: bool | None, i: Index, carry: Carry) -> Any:
+        return step((low, high), masked, -1 - i, carry)  # loops count up
 
     if plan.one_loop:
-        return loop(first, span.lo, None, carry)
+        return lax.fori_loop(-first, -span.lo, functools.partial(counted, None), carry)
     if "high" in plan.sections:
-        carry = loop(first, high, True, carry)
-    carry = loop(high, low, False, carry)
-    return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
+        carry = lax.fori_loop(-first, -high, functools.partial(counted, True), carry)
+    carry = lax.fori_loop(-high, -low, functools.partial(counted, False), carry)
+    if "low" in plan.sections:
+        carry = lax.fori_loop(-low, -span.lo, functools.partial(counted, True), carry)
+    return carry
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
@@ -367,13 +362,9 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: OutputSums) -> Non
         factor = factor * refs.units[1, tile.batch, head]
     acc = softmax.scaled(acc, factor)
     if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    else:
-        store_rows.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
     for column, parts, staged in _parts_of_output(plan, acc, smem.out):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):

@@ -176,10 +176,7 @@ def _step(  # noqa: PLR0913
     def softmax_of(s: RegisterTile) -> softmax.Step:
         return _softmax(ctx, rows, factor, tile, s, state.row_max)
 
-    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
+    like = softmax.Step.like(ctx.plan.config.block_kv, state.row_max, state.row_sum, slot)
     zeros = wgmma_float8.zeros(state.acc.shape)
     out, new = wgmma.overlapped(zeros, like, matmuls, softmax_of)
     acc = state.acc + out
