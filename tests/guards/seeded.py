@@ -456,7 +456,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "row_sum = softmax.rescaled(new, state.row_sum)",
         ),
         "the_portable_forward_never_rescales": (
-            f"{SHARED}/softmax.py",
+            f"{FWD}/sm80.py",
             "lax.cond(moved != 0, raised, lambda: (row_max, older))",
             "lax.cond(moved > 1, raised, lambda: (row_max, older))",
         ),
