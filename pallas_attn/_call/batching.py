@@ -25,6 +25,7 @@ from pallas_attn._call import axes, config, device
 from pallas_attn._call.axes import CacheProblem
 from pallas_attn._call.kernel import Chosen, Inputs, Problem, Results
 from pallas_attn._call.problem import (
+    OPTIONAL,
     AppendInputs,
     AppendProblem,
     AttentionInputs,
@@ -215,7 +216,6 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
     there.
     """
     bias, mask = inputs.bias, inputs.mask_array
-    names = AttentionInputs._fields[3:-2]
     return dataclasses.replace(
         problem,
         batch=inputs.q.shape[0],
@@ -223,7 +223,7 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
         kv_len=inputs.k.shape[1] * problem.fetches,
         q_heads=inputs.q.shape[2],
         kv_heads=inputs.k.shape[2],
-        arrays=tuple([name for name in names if getattr(inputs, name) is not None]),
+        arrays=tuple([name for name in OPTIONAL if getattr(inputs, name) is not None]),
         bias_shape=None if bias is None else bias.shape,
         mask_shape=None if mask is None else mask.shape,
     )

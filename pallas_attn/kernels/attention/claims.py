@@ -39,6 +39,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import segment_spans, tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import (
+    MOST_STAGES,
     Offsets,
     QueryPlan,
     Start,
@@ -49,8 +50,7 @@ from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Predicate, SmemRef
 
-RING = 8  # codes
-MOST_STAGES = 2 * (RING - 2)  # stages of the ring of K and V
+RING = MOST_STAGES // 2 + 2  # codes
 
 
 class Smem(NamedTuple):

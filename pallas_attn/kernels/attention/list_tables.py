@@ -21,7 +21,7 @@ def tables(
     """Operands of `tile_scheduler.table`: the lists, and the schedule where it follows from them at
     run time.
     """
-    problem, sizes = plan.problem, plan.list_sizes
+    problem, sizes = plan.problem, plan.tiling.list_sizes
     if tile_lists.static(problem, *sizes) is not None:
         return {"tiles": tile_lists.tiles(problem, inputs, *sizes)}
     ranked, heads = make(plan, ()), plan.heads // problem.batch

@@ -61,6 +61,7 @@ RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share n
 TILE_OVERHEAD = 1.5  # overhead of a work tile, in steps of one kv tile
 STEP_OVERHEAD = 3  # parts of a step: n warpgroups with rows take as long as n + 3 of them
 Offsets = tuple[int, ...]  # offsets of the batch rows that follow each other, where they are known
+MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
 Schedule = Callable[["QueryPlan", Offsets], np.ndarray]  # `schedule`
 RANK_SPREAD = 8.0  # the cost of the first rank, above the last one's 1
 
@@ -222,11 +223,6 @@ class QueryPlan:
         return self.problem.mask_program is not None
 
     @functools.cached_property
-    def list_sizes(self) -> tuple[int, int, bool, int]:
-        """The sizes of `tile_lists.tiles`."""
-        return self.tiling.tile_rows, self.tiling.block_kv, False, self.tiling.row_blocks
-
-    @functools.cached_property
     def heads(self) -> int:
         return self.order.heads
 
@@ -245,7 +241,7 @@ class QueryPlan:
 
 
 def heads_of_l2_group(
-    problem: AttentionProblem, tiling: QueryTiling, grid: int, wanted: int = 0
+    problem: AttentionProblem, tiling: QueryTiling, grid: int, wanted: int
 ) -> int:
     """Heads whose work tiles are taken together. Where all tiles cost the same, as many as fill the
     blocks once: those read the same keys at the same time. Else as many as keep their K and V in
@@ -273,7 +269,7 @@ def heads_of_l2_group(
 
 
 def _lists(problem: AttentionProblem, tiling: QueryTiling) -> np.ndarray | None:
-    return tile_lists.static(problem, *tile_lists.sizes_of(tiling))
+    return tile_lists.static(problem, *tiling.list_sizes)
 
 
 # ---- the list of a block, and the walk over it --------------------------------------------------
@@ -438,7 +434,7 @@ def list_costs(plan: QueryPlan) -> np.ndarray:
     """The cost of each work tile of a head by its list of kv tiles where it is known, else of
     ranks.
     """
-    lists = tile_lists.static(plan.problem, *plan.list_sizes)
+    lists = tile_lists.static(plan.problem, *plan.tiling.list_sizes)
     if lists is None:
         return rank_costs(plan.tiling.q_tiles)
     return TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))

@@ -209,6 +209,11 @@ class QueryTiling:
         """Spans of a work tile."""
         return self.tile_rows // self.span_rows
 
+    @functools.cached_property
+    def list_sizes(self) -> tuple[int, int, bool, int]:
+        """The sizes of `tile_lists.tiles`."""
+        return self.tile_rows, self.block_kv, False, self.row_blocks
+
 
 # ---- the kv tiles that query rows need ----------------------------------------------------------
 

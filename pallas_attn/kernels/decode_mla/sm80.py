@@ -257,7 +257,7 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
         s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
     logits = mainloop.masked(ctx, work, at.tile, s, _positions)
     mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
-    mma_2x2.sync_row_pair(0)
+    mma_2x2.sync_row_pair()
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
     row_max = softmax.raise_to(peak, plan.unit_of_logits, state.row_max)
     base = softmax.base_of(row_max, empty_ok=True)
@@ -271,7 +271,7 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
         return tuple(x * mosaic.broadcast_rows(rescale, x.shape) for x in older)
 
     acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
-    mma_2x2.sync_row_pair(0)
+    mma_2x2.sync_row_pair()
     values = mma_2x2.RightOperand(smem.kv, first, plan.problem.v_head_dim)
     acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.keys.tile, 1), TWO_BY_TWO)
     return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
@@ -294,7 +294,7 @@ def _epilogue(
     plan, smem = ctx.plan, ctx.smem
     lost = smem.table.lost[work.sequence]
     mma_2x2.store_row_partials(state.row_sum, smem.rows, 0, "sum")
-    mma_2x2.sync_row_pair(0)
+    mma_2x2.sync_row_pair()
     row_sum = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "sum")
     row_sum = row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
     mosaic.store(results.partial_out.at[partials.own], state.acc)

@@ -180,10 +180,6 @@ class WorkOrder:
         return self.tiling.problem
 
     @property
-    def list_sizes(self) -> tile_lists.Sizes:
-        return self.tiling.list_sizes
-
-    @property
     def code_bits(self) -> int:
         return self.tiling.code_bits
 

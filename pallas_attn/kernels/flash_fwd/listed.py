@@ -35,7 +35,7 @@ def _list_or_run(ctx: KernelContext, tile: WorkTile, count: Index, last: Index) 
     """`list_of`, of so many tiles up to `last`; it is not read where they are known to follow each
     other, as those of a band do.
     """
-    if tile_lists.are_known_runs(ctx.plan.problem, ctx.plan.list_sizes):
+    if tile_lists.are_known_runs(ctx.plan.problem, ctx.plan.tiling.list_sizes):
         return Run(last - (count - 1))
     return list_of(ctx, tile)
 

@@ -61,7 +61,13 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tile_scheduler, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.softmax import OutputSums
-from pallas_attn.kernels.attention.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
+from pallas_attn.kernels.attention.tile_scheduler import (
+    MOST_STAGES,
+    Distribution,
+    QueryPlan,
+    Turn,
+    work_tile,
+)
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -97,7 +103,6 @@ batch_rows = Special("kernels.flash_fwd.batch_rows")  # several batch rows in a 
 
 # Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
 
 
 @dataclasses.dataclass(frozen=True)

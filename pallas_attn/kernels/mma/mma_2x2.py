@@ -250,15 +250,14 @@ def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterT
     return mosaic.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
 
 
-def sync_row_pair(group: Index) -> None:
-    """A barrier of the two warps of warpgroup `group` that have the same rows."""
+def sync_row_pair() -> None:
+    """A barrier of the two warps of a block of one warpgroup that have the same rows."""
 
-    def code(group):
+    def code():
         high, _, _ = TWO_BY_TWO.place()
-        number = group * 2 + high + BARRIER
-        asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
+        asm.do(f"bar.sync $0, {2 * 32};", [(high + BARRIER).value], "r")
 
-    mosaic.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
+    mosaic.inline(code, lambda: None, (), (), None)
 
 
 def partial_sums(tile: RegisterTile) -> RegisterTile:
