@@ -125,7 +125,6 @@ class QueryPlan:
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
-    independent: bool = False  # whether each consumer takes work tiles of its own: `one_tile`
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
     claimed_order: "Schedule | None" = None  # `claims.schedule`, where blocks claim work tiles
     # `fetch.busy_before`, where blocks first fetch keys of other GPUs.

@@ -41,6 +41,12 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
     return not others and problem.kv_len <= block_kv
 
 
+def check(problem: AttentionProblem, block_kv: int) -> None:
+    """Raises the ValueError for a Config that makes consumers independent where they cannot be."""
+    if not takes(problem, block_kv):
+        raise ValueError(f"Config.independent must be False for {problem} and block_kv {block_kv}")
+
+
 def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a warpgroup."""
     plan, smem = ctx.plan, ctx.smem

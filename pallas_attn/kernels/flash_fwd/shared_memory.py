@@ -60,7 +60,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         segments = documents.scratch(q_tiles, *ring)
     if problem.fetches > 1:
         fetched = fetch.scratch()
-    if plan.independent:
+    if config.independent:
         return _of_consumers_apart(plan, out_widths)
     if plan.order.claims:
         claimed = claims.scratch()

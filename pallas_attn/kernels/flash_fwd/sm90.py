@@ -157,13 +157,13 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         plan = plan_of(problem, dataclasses.replace(config, heads_together=False))
         with_heads: QueryPlan = block_tables.with_heads(dataclasses.replace(plan, config=config))
         return with_heads
-    linear, claimed, independent, rows_apart = False, False, False, None
+    linear, claimed, rows_apart = False, False, None
     if config.batch_rows > 1:
         problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
+    rows, lists = ROWS * config.warpgroups, 1
     if config.independent:
-        independent = one_tile.takes(problem, config.block_kv)
-    # A list of work tiles is a block's, or a consumer's.
-    rows, lists = (ROWS, config.warpgroups) if independent else (ROWS * config.warpgroups, 1)
+        one_tile.check(problem, config.block_kv)
+        rows, lists = ROWS, config.warpgroups  # a list of work tiles is a consumer's
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         linear = problem.dtype not in FLOAT8 and linear_scores.takes(problem)
@@ -179,11 +179,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=() if independent else _score_tiles_of(problem, config),
+        score_tiles=() if config.independent else _score_tiles_of(problem, config),
         claimed_order=claims.schedule if claimed else None,
         busy_before=fetch.busy_before if problem.fetches > 1 else None,
         panels=tma_operands.takes_panels(problem),
-        independent=independent,
         rows_apart=rows_apart,
     )
 
@@ -347,7 +346,7 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    if plan.independent:
+    if plan.config.independent:
         return one_tile.consume(ctx, block, wg)
     assert plan.produce is not None
     produce = functools.partial(plan.produce, ctx, block)
@@ -374,12 +373,12 @@ def run(
         scratch_types=(shared_memory.scratch(plan),),
         grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
-        num_threads=config.warpgroups + (0 if plan.independent else 1),
+        num_threads=config.warpgroups + (0 if config.independent else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    if plan.skips_keys and not plan.independent:
+    if plan.skips_keys and not config.independent:
         refs = key_masks.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]

@@ -239,7 +239,6 @@ OF_ONE_TILE = (
 @pytest.mark.parametrize("name", OF_ONE_TILE)
 def test_keys_of_one_tile_interpreted(name):
     """Consumers apart, more of them than work tiles in the last block."""
-    assert plan_of(name, INDEPENDENT).independent
     with mosaic.interpret():
         check(small(name), INDEPENDENT)
 
@@ -289,9 +288,11 @@ def test_batch_rows_that_fill_a_tile(changes, rows):
     assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
 
 
-def test_consumers_are_apart_where_a_tile_has_all_keys():
-    assert not plan_of("t_equals_s", INDEPENDENT).independent  # 300 keys
-    assert not plan_of("documents_full", dataclasses.replace(INDEPENDENT, block_kv=200)).independent
+@pytest.mark.parametrize("name, keys", [("t_equals_s", 136), ("documents_full", 200)])
+def test_consumers_are_apart_where_a_tile_has_all_keys(name, keys):
+    """Not of 300 keys, nor of documents."""
+    with pytest.raises(ValueError, match=f"independent must be False for .* and block_kv {keys}$"):
+        plan_of(name, dataclasses.replace(INDEPENDENT, block_kv=keys))
 
 
 def plan_of(name, config):
