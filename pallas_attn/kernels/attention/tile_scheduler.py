@@ -136,15 +136,16 @@ class QueryPlan:
         cls,
         problem: AttentionProblem,
         config: KernelConfig,
+        blocks: tuple[int, int] = (0, 0),
         span_rows: int = ROWS,
         form: Any = None,
     ) -> "QueryPlan":
-        """The plan of a kernel that is not the Hopper forward. `config`: warpgroups, block_kv, grid
-        and l2_heads.
+        """The plan of a kernel that is not the Hopper forward. `config`: warpgroups and block_kv;
+        `blocks`: see `Distribution.of`.
         """
         rows = ROWS * config.warpgroups
         tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv, span_rows)
-        order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
+        order = Distribution.of(problem, tiling, blocks)
         exact = problem.dtype == "float32" and problem.precision == "highest"
         natural = problem.op == "flash_backward" and exact
         rules = LogitRules.of(problem, config.block_kv, natural=natural)

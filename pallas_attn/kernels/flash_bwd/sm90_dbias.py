@@ -263,7 +263,8 @@ def plan_of(problem: AttentionProblem, read: Read | None = None) -> QueryPlan:
     """
 
     def of(consumers: int, block: int, stages: int) -> QueryPlan:
-        plan = QueryPlan.of(problem, DqConfig(consumers, block, stages, MULTIPROCESSORS))
+        config = DqConfig(consumers, block, stages, MULTIPROCESSORS)
+        plan = QueryPlan.of(problem, config, (config.grid, 0))
         return dataclasses.replace(plan, panels=takes_panels(problem))
 
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES

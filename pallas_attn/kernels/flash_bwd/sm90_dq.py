@@ -63,7 +63,6 @@ class DqConfig(NamedTuple):
     block_kv: int
     stages: int
     grid: int
-    l2_heads: int = 0
 
 
 class DqSmem(NamedTuple):

@@ -195,6 +195,16 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     )
 
 
+class Tuning(NamedTuple):
+    """The fields of `sm90.Config` that the kernel reads, for one that has not all of them."""
+
+    block_q: int
+    stages: int
+    dq_lag: int = 1
+    k_in_registers: bool = False
+    kv_slots: int = 1
+
+
 def plan_of(config: KernelConfig, order: WorkOrder, dq: Any = None) -> KeyPlan:
     """The plan, with sums for a score function's arrays and tiles of a bias where they fit. `dq`:
     where dq goes (`dq_sum`), if the kernel makes it.

@@ -55,8 +55,6 @@ class Config:
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
 
-    kv_slots, dq_lag, k_in_registers = 1, 1, False  # no fields: `sm90_fused` reads them
-
     def __post_init__(self) -> None:
         check(
             self,
@@ -147,14 +145,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     locked = config.lockstep and tiling.allows_lockstep
     order = WorkOrder(tiling, config.grid, config.l2_heads, locked, parts=config.parts)
     if not by_64_keys(problem):
-        return sm90_fused.plan_of(config, order)
+        return sm90_fused.plan_of(sm90_fused.Tuning(config.block_q, config.stages), order)
     return KeyPlan(problem, config, order, RowFormats.of(problem, config.block_q))
 
 
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes))
+    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes), (config.grid, 0))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
     if sm90.has_block_table(problem):
         plan = block_tables.with_heads(plan)

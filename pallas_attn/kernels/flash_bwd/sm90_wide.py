@@ -106,7 +106,7 @@ class Config:
     grid: int = MULTIPROCESSORS  # persistent blocks
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
-    block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
+    block_kv, block_q, warpgroups = ROWS, ROWS, 1  # for plans
 
     def __post_init__(self) -> None:
         check(
@@ -717,7 +717,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if plan.order.parts > 1:
         widths = [Buffers(problem, config, gradient).widths for gradient in (DK, DV)]
         dk, dv = step_parts.added(step_parts.of_dk_dv(plan, (dk, dv), widths))
-    dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
+    dq_plan = QueryPlan.of(problem, config, (config.grid, 0))
+    refs = operands.ordered_after(refs, dk)
     dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), {})

@@ -99,9 +99,6 @@ class Config:
     rescale_threshold: float = softmax.RESCALE_THRESHOLD  # log2 units that a maximum may lag behind
     polynomials: int = 1  # chunks of 32 columns of a kv tile whose exponentials are polynomials
 
-    # Fields that other kernels tune: one block a work tile, ordered by `heads_of_l2_group`.
-    grid = l2_heads = 0
-
     def __post_init__(self) -> None:
         chunks = self.block_kv // CHUNK
         check(
@@ -145,7 +142,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     together = problem.mask_program is not None or "q_segment_ids" in problem.arrays
     span_rows = rows if together else TILE  # lists and records of segments are a work tile's
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, block, span_rows)
-    order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
+    order = Distribution.of(problem, tiling, (0, 0))
     return QueryPlan(problem, config, tiling, order, LogitRules.of(problem, block))
 
 

@@ -91,8 +91,6 @@ class Config:
     columns_before_v: int = 32  # multiplied before V is loaded, where stages is 1
     columns: int = 0  # columns of q, k and v in shared memory at a time; 0: all
 
-    grid = l2_heads = 0  # one block a work tile, in the order of `heads_of_l2_group`
-
     def __post_init__(self) -> None:
         by_columns = self.row_blocks == 1 and not self.q_in_registers
         check(
@@ -139,7 +137,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of a block's query rows, all of which take the same kv tiles."""
     form = MmaFormat(problem, config.columns)
-    return QueryPlan.of(problem, config, ROWS * config.warpgroups, form)
+    return QueryPlan.of(problem, config, span_rows=ROWS * config.warpgroups, form=form)
 
 
 # ---- shared memory ------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ class Config:
 
     block_kv: int = 64  # keys of a kv tile
 
-    grid = l2_heads = 0  # one block a work tile
     warpgroups = stages = 1
     float32_sums = True
     columns = 0
@@ -77,7 +76,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan, in which q and k have a 16-bit number for two float8."""
     dim = tma_operands.round_up(problem.head_dim, LINE) // 2
     paired = dataclasses.replace(problem, dtype="bfloat16", head_dim=dim)
-    return QueryPlan.of(paired, config, ROWS, MmaFormat(paired))
+    return QueryPlan.of(paired, config, form=MmaFormat(paired))
 
 
 def scratch(plan: QueryPlan) -> ForwardSmem:

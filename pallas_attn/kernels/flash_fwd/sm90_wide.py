@@ -174,8 +174,12 @@ def scratch(plan: QueryPlan) -> WideSmem:
     )
 
 
+def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
+    return QueryPlan.of(problem, config, (config.grid, config.l2_heads))
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = mosaic.bytes_of(scratch(QueryPlan.of(problem, config)))
+    buffers = mosaic.bytes_of(scratch(plan_of(problem, config)))
     return buffers + mosaic.BARRIERS + mosaic.REDUCTION_BYTES
 
 
@@ -528,7 +532,7 @@ def run(
     """
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
-    plan = QueryPlan.of(problem, config)
+    plan = plan_of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     out_type = (
         shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),

@@ -54,7 +54,6 @@ class Config:
     stages: int = 2  # kv tiles in shared memory
 
     warpgroups = 1
-    grid = l2_heads = 0  # one block a work tile, in the order of `heads_of_l2_group`
 
     def __post_init__(self) -> None:
         check(
@@ -75,7 +74,7 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
-    return QueryPlan.of(problem, config, ROWS, MmaFormat(problem))
+    return QueryPlan.of(problem, config, form=MmaFormat(problem))
 
 
 # ---- shared memory ------------------------------------------------------------------------------

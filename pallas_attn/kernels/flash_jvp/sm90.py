@@ -105,7 +105,7 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
-    plan = QueryPlan.of(problem, config)
+    plan = QueryPlan.of(problem, config, (config.grid, config.l2_heads))
     return dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
 
 

@@ -532,7 +532,7 @@ def test_documents_are_assigned_once_and_evenly():
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
     small = problem_of(case_named("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
-    plan = QueryPlan.of(problem, kernel.Config(grid=132))
+    plan = QueryPlan.of(problem, kernel.Config(), (132, 0))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
     result = segment_spans.segment_spans(ids, ids, (ROWS, plan.config.block_kv))
     table = np.asarray(documents.schedule_by_rank(plan, result))
