@@ -10,16 +10,17 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+from pallas_attn._autodiff import float8 as float8_calls
 from pallas_attn._autodiff import linear, listed
 from pallas_attn._autodiff.derivative import Attention, KernelCall
-from pallas_attn._autodiff.float8 import attend, refuse_devices
 from pallas_attn._call import batching, bind, block_lists, checks, dispatch
 from pallas_attn._call.axes import of_attention
 from pallas_attn._call.bind import Call
 from pallas_attn._call.old_names import Old, renamed
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live, of_nothing
 from pallas_attn._call.rotation import rotated
-from pallas_attn._context_parallel import attention, heads
+from pallas_attn._context_parallel import attention as attention_over_devices
+from pallas_attn._context_parallel import heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, devices_of, shards_of
@@ -252,14 +253,16 @@ def _bound(problem: AttentionProblem, inputs: AttentionInputs, call: Call) -> Re
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return batching.by_xla(_nothing_seen, inputs, problem)
     if problem.out_dtype is not None and call.context is not None:
-        refuse_devices(problem)
+        float8_calls.refuse_devices(problem)
     odd = problem.head_dim % 8 or problem.v_head_dim % 8
     if odd and problem.gpu is not None and implementation != "reference":
         return _attend_padded(problem, inputs, call)
     if call.context is not None:
         return _attend_over_devices(problem, inputs, call)
-    if call.float8 is True or problem.out_dtype is not None:
-        return attend(problem, inputs, implementation, call.float8 is True)
+    if call.float8 is True:
+        return float8_calls.straight_through(problem, inputs, implementation)
+    if problem.out_dtype is not None:
+        return float8_calls.of_float8(problem, inputs, implementation)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
@@ -307,7 +310,7 @@ def _attend_over_devices(problem: AttentionProblem, inputs: AttentionInputs, cal
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         sharding.check_split(context.axis, name, x, how)
     if context.method != "heads":
-        return attention.attend(split, inputs)
+        return attention_over_devices.attend(split, inputs)
     problem, inputs = heads.by_heads(split, inputs)
     return heads.by_rows(split, *_bound(problem, inputs, call._replace(context=None)))
 

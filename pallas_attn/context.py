@@ -12,8 +12,6 @@ from pallas_attn.errors import described
 
 ORDERS = ("contiguous", "zigzag")
 METHODS = ("gather", "ring", "heads")
-Rows = Any  # an array of jax's or NumPy's
-Index = Any  # an int, or an int32 array
 
 
 @jax.tree_util.register_static

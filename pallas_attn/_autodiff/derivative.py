@@ -10,7 +10,7 @@ Both directions start from the inputs, out and lse; a `Call` computes them for o
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -93,11 +93,11 @@ class Derivative:
         return tuple([named[name] for name in self.names])
 
     def definition(self, residuals: Arrays, tangents: Arrays) -> Arrays:
-        run, own = self._of_names(residuals)
+        run, own = _of_names(self.call, self._residuals(residuals)[0], self.names)
         return jax.jvp(run, [own], [self._named(tangents)])[1]
 
     def definition_of_transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        run, own = self._of_names(residuals)
+        run, own = _of_names(self.call, self._residuals(residuals)[0], self.names)
         (gradients,) = jax.vjp(run, own)[1](tuple(cotangents))
         return tuple(gradients[name] for name in self.names)
 
@@ -117,14 +117,17 @@ class Derivative:
     def _named(self, arrays: Sequence[Array]) -> Named:
         return dict(zip(self.names, arrays, strict=True))
 
-    def _of_names(self, residuals: Arrays) -> tuple[Callable[[Named], Results], Named]:
-        """The call as a function of the inputs of these names, and the values of these."""
-        named = self._residuals(residuals)[0].named()
 
-        def run(some: Named) -> Results:
-            return self.call.definition(AttentionInputs.of(named | some))
+def _of_names(
+    call: Call, inputs: AttentionInputs, names: Iterable[str]
+) -> tuple[Callable[[Named], Results], Named]:
+    """The definition of a call as a function of the inputs of these names, and their values."""
+    named = inputs.named()
 
-        return run, {name: named[name] for name in self.names}
+    def run(some: Named) -> Results:
+        return call.definition(AttentionInputs.of(named | some))
+
+    return run, {name: named[name] for name in names}
 
 
 def numbers_of_aux(names: Sequence[str]) -> list[int]:
@@ -143,24 +146,24 @@ class KernelCall:
 
     problem: AttentionProblem
     implementation: str | None
-    kernel: Chosen
+    chosen: Chosen
     forward: Callable[[AttentionProblem, str | None, AttentionInputs], Results] | None = None
 
     def run(self, inputs: AttentionInputs) -> Results:
         if self.forward is not None:
             return self.forward(self.problem, self.implementation, inputs)
-        return batching.compiled_once(batching.attention, self.kernel, self.problem, inputs)
+        return batching.compiled_once(batching.attention, self.chosen, self.problem, inputs)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         by_kernel = {name: x for name, x in tangents.items() if name in MOVING}
         inputs_of_kernel = inputs._replace(sinks=None)  # the lse says what they do
         problem = dataclasses.replace(self.problem, tangents=tuple(sorted(by_kernel)))
         problem = batching.resized(dataclasses.replace(problem, op="flash_jvp"), inputs_of_kernel)
-        kernel = dispatch.of_derivative(problem, self.implementation) if by_kernel else None
-        if kernel is None:
+        chosen = dispatch.of_derivative(problem, self.implementation) if by_kernel else None
+        if chosen is None:
             return by_definition(self, inputs, tangents)
         residuals = (inputs_of_kernel, *results, by_kernel)
-        parts = [batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)]
+        parts = [batching.compiled_once(batching.attention_tangents, chosen, problem, residuals)]
         if "sinks" in tangents:
             parts.append(_along_sinks(inputs, results, tangents["sinks"]))
         if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
@@ -198,7 +201,5 @@ def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Res
 @functools.partial(jax.jit, static_argnums=0)
 def by_definition(call: Call, inputs: AttentionInputs, tangents: Named) -> Results:
     """The tangents of out and lse by those of some inputs, by operations of jax."""
-    named = inputs.named()
-    own = {name: named[name] for name in tangents}
-    run = lambda some: call.definition(AttentionInputs.of(named | some))  # noqa: E731
+    run, own = _of_names(call, inputs, tangents)
     return jax.jvp(run, [own], [tangents])[1]

@@ -23,14 +23,10 @@ _NO_DERIVATIVE = Limit(
 )
 
 
-def attend(
-    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None, trains: bool
+def of_float8(
+    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
 ) -> tuple[Array, Array]:
-    """(out, lse) of float8 q, k and v by the implementation that takes the problem; `trains`: of
-    16-bit ones, by a float8 forward.
-    """
-    if trains:
-        return _straight_through(problem, inputs, implementation)
+    """(out, lse) of float8 q, k and v by the implementation that takes the problem."""
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
@@ -52,7 +48,7 @@ def refuse_devices(problem: AttentionProblem) -> None:
 BLOCK = 128  # rows of a head that share a scale, at most
 
 
-def _straight_through(
+def straight_through(
     problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
 ) -> tuple[Array, Array]:
     """(out, lse) of 16-bit q, k and v rounded to float8. Scales are powers of 2, so that the

@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_attn._cache import bind
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches, Change
-
-Array = jax.Array
 
 
 def rows_into(

@@ -25,6 +25,7 @@ from pallas_attn._call import axes, config, device
 from pallas_attn._call.axes import CacheProblem
 from pallas_attn._call.kernel import Chosen, Inputs, Problem, Results
 from pallas_attn._call.problem import (
+    OPTIONAL,
     AppendInputs,
     AppendProblem,
     AttentionInputs,
@@ -49,31 +50,31 @@ Operation = Callable[..., Results]  # one of the functions below that take a ker
 
 
 def compiled_once(
-    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+    operation: Operation, chosen: Chosen, problem: Problem, inputs: Inputs
 ) -> Results:
-    """`operation(kernel, problem, inputs)`, one of the functions below, as an inner `jax.jit` whose
+    """`operation(chosen, problem, inputs)`, one of the functions below, as an inner `jax.jit` whose
     key is all that decides the launches: so a program traces, lowers and compiles a kernel once,
     however often it calls it.
     """
     if config.observer.get() is not None:  # no key has what it forces or watches
-        return operation(kernel, problem, inputs)
-    return _program(*_keyed(operation, kernel, problem, inputs))
+        return operation(chosen, problem, inputs)
+    return _program(*_keyed(operation, chosen, problem, inputs))
 
 
 def traced_once(
-    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+    operation: Operation, chosen: Chosen, problem: Problem, inputs: Inputs
 ) -> jax.extend.core.ClosedJaxpr:
     """The jaxpr of `compiled_once`, which jax keeps under the same key."""
     if config.observer.get() is not None:
-        return jax.make_jaxpr(functools.partial(operation, kernel, problem))(inputs)
-    return _called.trace(_program, *_keyed(operation, kernel, problem, inputs)).jaxpr
+        return jax.make_jaxpr(functools.partial(operation, chosen, problem))(inputs)
+    return _called.trace(_program, *_keyed(operation, chosen, problem, inputs)).jaxpr
 
 
 class _Key(NamedTuple):
     """The static part of a call."""
 
     operation: Operation
-    kernel: Chosen
+    chosen: Chosen
     problem: Problem
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
     ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
@@ -82,14 +83,14 @@ class _Key(NamedTuple):
 
 
 def _keyed(
-    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+    operation: Operation, chosen: Chosen, problem: Problem, inputs: Inputs
 ) -> tuple[_Key, list[Array]]:
     """The key of a call, and its arrays."""
     leaves, tree = jax.tree.flatten(inputs)
     ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
     settings = device.asked_to_overlap.get(), config.tuned.get()
-    return _Key(operation, kernel, problem, tree, ints, *settings), arrays
+    return _Key(operation, chosen, problem, tree, ints, *settings), arrays
 
 
 _called = jax.jit(operator.call, static_argnums=(0, 1))
@@ -99,7 +100,7 @@ _called = jax.jit(operator.call, static_argnums=(0, 1))
 def _program(key: _Key, arrays: list[Array]) -> Results:
     rest = iter(arrays)
     leaves = [next(rest) if leaf is None else leaf for leaf in key.ints]
-    return key.operation(key.kernel, key.problem, jax.tree.unflatten(key.tree, leaves))
+    return key.operation(key.chosen, key.problem, jax.tree.unflatten(key.tree, leaves))
 
 
 def by_xla(call: Callable[..., Results], inputs: Inputs, problem: Problem) -> Results:
@@ -126,13 +127,13 @@ _BY_ROWS = frozenset(("q", "k", "v", *RESULTS, "out_dot", "lse_dot"))
 
 
 def attention(
-    kernel: Chosen,
+    chosen: Chosen,
     problem: AttentionProblem,
     operands: Operands,
     others: tuple[str, ...] = (),
     results: tuple[str, ...] = RESULTS,
 ) -> tuple[Array, ...]:
-    """`kernel.run(operands, problem)` -> `results`, for any batching and sharding of the operands:
+    """`chosen.run(operands, problem)` -> `results`, for any batching and sharding of the operands:
     the inputs, or a tuple of the inputs and of the arrays that `others` names.
     """
     leaves, tree = jax.tree.flatten(operands)
@@ -144,7 +145,7 @@ def attention(
         inputs, *rest = local if others else (local,)
         if len(arrays) > len(leaves):
             inputs, sizes = _from_row(problem, inputs, arrays[-1])
-        made = kernel.run((inputs, *rest) if others else inputs, resized(sizes, inputs))
+        made = chosen.run((inputs, *rest) if others else inputs, resized(sizes, inputs))
         if isinstance(made, AttentionInputs):
             gradients = made.named()
             made = [gradients[name] for name in results]
@@ -158,7 +159,7 @@ def attention(
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
         def again(operands: Operands) -> tuple[Array, ...]:
             sizes = resized(problem, operands[0] if others else operands)
-            return attention(kernel, sizes, operands, others, results)
+            return attention(chosen, sizes, operands, others, results)
 
         names = (operands[0] if others else operands).named()
         named = dict(zip((*names, *others), arrays, strict=True))
@@ -215,7 +216,6 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
     there.
     """
     bias, mask = inputs.bias, inputs.mask_array
-    names = AttentionInputs._fields[3:-2]
     return dataclasses.replace(
         problem,
         batch=inputs.q.shape[0],
@@ -223,7 +223,7 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
         kv_len=inputs.k.shape[1] * problem.fetches,
         q_heads=inputs.q.shape[2],
         kv_heads=inputs.k.shape[2],
-        arrays=tuple([name for name in names if getattr(inputs, name) is not None]),
+        arrays=tuple([name for name in OPTIONAL if getattr(inputs, name) is not None]),
         bias_shape=None if bias is None else bias.shape,
         mask_shape=None if mask is None else mask.shape,
     )
@@ -299,34 +299,34 @@ def _from_row(
 
 
 def attention_backward(
-    kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
+    chosen: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
 ) -> Named:
-    """`kernel.run((inputs, out, lse, d_out, d_lse), problem)` -> the gradients of inputs by name,
+    """`chosen.run((inputs, out, lse, d_out, d_lse), problem)` -> the gradients of inputs by name,
     for any batching and sharding.
     """
     named = residuals[0].named()
     floats = [name for name in FLOATS if name in named]
     floats += [f"score_aux{n}" for n in problem.learned]
-    gradients = attention(kernel, problem, residuals, axes.ROWS, tuple(floats))
+    gradients = attention(chosen, problem, residuals, axes.ROWS, tuple(floats))
     each = zip(floats, gradients, strict=True)
     return {name: sharding.gradient_of(named[name], x) for name, x in each}
 
 
 def attention_tangents(
-    kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
+    chosen: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
 ) -> tuple[Array, ...]:
-    """`kernel.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
+    """`chosen.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
     batching and sharding. `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
     others = (*RESULTS, *[f"{name}_dot" for name in problem.tangents])
-    return attention(kernel, problem, residuals, others, ("out_dot", "lse_dot"))
+    return attention(chosen, problem, residuals, others, ("out_dot", "lse_dot"))
 
 
 # ---- rounding q, k and v -------------------------------------------------------------------------
 
 
-def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -> tuple[Array, ...]:
-    """`kernel.run(inputs, problem)` -> numbers and scales of q, k and v, for any batching and
+def quantize(chosen: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -> tuple[Array, ...]:
+    """`chosen.run(inputs, problem)` -> numbers and scales of q, k and v, for any batching and
     sharding.
     """
     leaves, tree = jax.tree.flatten(inputs)
@@ -336,7 +336,7 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
         local: QuantizeInputs = jax.tree.unflatten(tree, arrays)
         batch, heads = local.q.shape[0], (local.q.shape[2], local.k.shape[2])
         sizes = dict(zip(("batch", "q_heads", "kv_heads"), (batch, *heads), strict=True))
-        return kernel.run(local, dataclasses.replace(problem, **sizes))
+        return chosen.run(local, dataclasses.replace(problem, **sizes))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -345,7 +345,7 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
         named = {str(n): x for n, x in enumerate(arrays)}
-        again = functools.partial(quantize, kernel, problem)
+        again = functools.partial(quantize, chosen, problem)
         results = _of_many(again, tree, named, _mapped(named, batched), size, problem.batch)
         return results, (True,) * len(results)
 
@@ -355,33 +355,33 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
 # ---- operations over caches ----------------------------------------------------------------------
 
 
-def append(kernel: Chosen, problem: AppendProblem, inputs: AppendInputs) -> Caches:
-    """`kernel.run(inputs, problem)` -> the caches, for any batching and sharding."""
+def append(chosen: Chosen, problem: AppendProblem, inputs: AppendInputs) -> Caches:
+    """`chosen.run(inputs, problem)` -> the caches, for any batching and sharding."""
     caches = Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
-    results = _over_caches(kernel, problem, inputs, axes.of_append)
+    results = _over_caches(chosen, problem, inputs, axes.of_append)
     return jax.tree.unflatten(jax.tree.structure(caches), results)
 
 
-def keep(kernel: Chosen, problem: KeepProblem, inputs: KeepInputs) -> Kept:
-    """`kernel.run(inputs, problem)` -> caches and rows, for any batching and sharding."""
+def keep(chosen: Chosen, problem: KeepProblem, inputs: KeepInputs) -> Kept:
+    """`chosen.run(inputs, problem)` -> caches and rows, for any batching and sharding."""
     caches = Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
-    *moved, rows = _over_caches(kernel, problem, inputs, axes.of_keep)
+    *moved, rows = _over_caches(chosen, problem, inputs, axes.of_keep)
     return Kept(jax.tree.unflatten(jax.tree.structure(caches), moved), rows)
 
 
-def decode(kernel: Chosen, problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Array, Array]:
-    """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding."""
-    out, lse = _over_caches(kernel, problem, inputs, axes.of_decode)
+def decode(chosen: Chosen, problem: DecodeProblem, inputs: DecodeInputs) -> tuple[Array, Array]:
+    """`chosen.run(inputs, problem)` -> (out, lse), for any batching and sharding."""
+    out, lse = _over_caches(chosen, problem, inputs, axes.of_decode)
     return out, lse
 
 
 def listed_gradients(
-    kernel: Chosen, problem: DecodeProblem, residuals: ListedResiduals
+    chosen: Chosen, problem: DecodeProblem, residuals: ListedResiduals
 ) -> tuple[Array, ...]:
-    """`kernel.run(residuals, problem)` -> dq, dk and dv of listed rows, whole on each device."""
+    """`chosen.run(residuals, problem)` -> dq, dk and dv of listed rows, whole on each device."""
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(kernel.run(ListedResiduals(*arrays), problem))
+        return tuple(chosen.run(ListedResiduals(*arrays), problem))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -407,7 +407,7 @@ def _of_each(
 
 
 def _over_caches(
-    kernel: Chosen,
+    chosen: Chosen,
     problem: CacheProblem,
     inputs: AppendInputs | KeepInputs | DecodeInputs,
     axes_of: Callable[..., sharding.Split],
@@ -421,7 +421,7 @@ def _over_caches(
         rest = iter(arrays)
         full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
         local = axes.local_problem(problem, split, tuple([array.shape for array in arrays]))
-        return tuple(jax.tree.leaves(kernel.run(jax.tree.unflatten(tree, full), local)))
+        return tuple(jax.tree.leaves(chosen.run(jax.tree.unflatten(tree, full), local)))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:

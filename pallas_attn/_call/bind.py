@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import checks, device, float8
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
+from pallas_attn._call.problem import OPTIONAL, AttentionInputs, AttentionProblem, owner_of_rows
 from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of, window_of
@@ -193,8 +193,7 @@ def _optional(inputs: AttentionInputs, options: Call) -> tuple[AttentionInputs, 
     if q.dtype.itemsize == 1 or isinstance(options.float8, Float8):
         inputs, more = float8.bound(inputs, options.float8)
         facts |= more
-    names = AttentionInputs._fields[3:-2]
-    facts["arrays"] = tuple([name for name in names if getattr(inputs, name) is not None])
+    facts["arrays"] = tuple([name for name in OPTIONAL if getattr(inputs, name) is not None])
     for name, x in (("bias_shape", inputs.bias), ("mask_shape", inputs.mask_array)):
         facts[name] = None if x is None else x.shape
     if inputs.bias is not None:

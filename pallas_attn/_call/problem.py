@@ -82,6 +82,10 @@ class AttentionInputs(NamedTuple):
         return cls(**fields)
 
 
+# Optional inputs but for arrays of functions; `AttentionProblem.arrays` has those that are there.
+OPTIONAL = AttentionInputs._fields[3:-2]
+
+
 def of_nothing(q: Array, v_dim: int, dtype: DTypeLike, lse_dtype: DTypeLike) -> tuple[Array, Array]:
     """out and lse of rows [B, T, N, H] that see no key. They depend on q: jax takes the devices
     from what a result depends on.

@@ -1,9 +1,10 @@
 """The oracle: every operation from its definition, in plain jax.numpy.
 
 It is what runs where there is no GPU, and what every kernel is compared with. It computes in
-float32 (float64 for float64 inputs) at the highest matmul precision, stores the scores of one block
-of query rows at a time, and shares nothing with the kernels but `pallas_attn.masks` and the records
-of a call. It differentiates by ordinary autodiff, forward and reverse, any number of times.
+float32 (float64 for float64 inputs) at the highest matmul precision and stores the scores of one
+block of query rows at a time. It differentiates by ordinary autodiff, forward and reverse, any
+number of times. It shares with the kernels `pallas_attn.masks`, the records of a call, the
+evaluation of functions of positions (`program.evaluate`) and `probabilities_of_sinks`.
 """
 
 import dataclasses

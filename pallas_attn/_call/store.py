@@ -58,8 +58,8 @@ class Named(Chosen, Protocol):
     def module(self) -> str: ...
 
 
-def results(kernel: Named, inputs: Inputs, problem: Problem) -> Results | None:
-    """The results of `kernel.run(inputs, problem)`, lowered now or by an earlier process; None
+def results(chosen: Named, inputs: Inputs, problem: Problem) -> Results | None:
+    """The results of `chosen.run(inputs, problem)`, lowered now or by an earlier process; None
     where nothing is kept.
     """
     folder = _folder()
@@ -71,18 +71,18 @@ def results(kernel: Named, inputs: Inputs, problem: Problem) -> Results | None:
     shapes = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     try:
         types = [(x.shape, str(x.dtype)) for x in shapes]
-        key = _text((kernel.module, problem, str(tree), types, _tuned(kernel, problem), _context()))
+        key = _text((chosen.module, problem, str(tree), types, _tuned(chosen, problem), _context()))
     except TypeError:
         return None
-    program = _program(folder / _name(key), _Call(kernel, problem, tree, shapes))
+    program = _program(folder / _name(key), _Call(chosen, problem, tree, shapes))
     return None if program is None else program.tree.unflatten(program.call(*arrays))
 
 
-def answer(kernel: Named, problem: Problem, ask: Callable[[Problem], bool]) -> bool:
+def answer(chosen: Named, problem: Problem, ask: Callable[[Problem], bool]) -> bool:
     """`ask(problem)`, which imports the kernel: whether it takes the problem."""
     folder = _folder()
     try:
-        path = None if folder is None else folder / _name(_text((kernel.module, problem)))
+        path = None if folder is None else folder / _name(_text((chosen.module, problem)))
     except TypeError:
         path = None
     if path is None:
@@ -100,7 +100,7 @@ def answer(kernel: Named, problem: Problem, ask: Callable[[Problem], bool]) -> b
 class _Call(NamedTuple):
     """The static part of a call of a kernel."""
 
-    kernel: Named
+    chosen: Named
     problem: Problem
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
     shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -124,12 +124,12 @@ def _program(path: pathlib.Path, call: _Call) -> _Program | None:
     content = _read(path)
     lowered = None if content is None else _restored(content)
     if lowered is None:
-        tuned = _tuned(call.kernel, call.problem)
+        tuned = _tuned(call.chosen, call.problem)
         lowered = _lowered(call)
         if lowered is None:
             return None
         if tuned != _tuned(
-            call.kernel, call.problem
+            call.chosen, call.problem
         ):  # refused: the next process is to say so, too
             return _Program(jax.jit(lowered.exported.call), lowered.tree)
         with contextlib.suppress(*_NOT_PICKLED):  # another jax may have programs that cannot be
@@ -141,7 +141,7 @@ def _lowered(call: _Call) -> _Lowered | None:
     trees: list[jax.tree_util.PyTreeDef] = []
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        flat, tree = jax.tree.flatten(call.kernel.run(call.tree.unflatten(arrays), call.problem))
+        flat, tree = jax.tree.flatten(call.chosen.run(call.tree.unflatten(arrays), call.problem))
         trees.append(tree)
         return flat
 
@@ -252,10 +252,10 @@ def _context() -> tuple[Any, ...]:
     return device.asked_to_overlap.get(), device.gpu_generation(), values
 
 
-def _tuned(kernel: Named, problem: Problem) -> str | None:
+def _tuned(chosen: Named, problem: Problem) -> str | None:
     """The fields of a Config that a file has for this call (`tuning`), as JSON."""
     file = config.tuned.get()
-    fields = None if file is None else file.fields_of(kernel.name, problem)
+    fields = None if file is None else file.fields_of(chosen.name, problem)
     return None if fields is None else json.dumps(fields, sort_keys=True)
 
 

@@ -181,25 +181,25 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     # ---- order of reads and writes ---------------------------------------------------------------
     "a_work_tile_is_left_out_of_what_blocks_claim": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "first) + grid",
         "first) + grid + 1",
         TEST_CLAIMS,
     ),
     "a_block_claims_on_past_the_last_work_tile": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "thread.select(number < work_tiles, code, -1)",
         "thread.select(number < work_tiles + 1, code, -1)",
         f"{TEST_CLAIMS} -k counts",
     ),
     "a_block_claims_again_at_every_kv_tile": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "lax.cond(entry == 1,",
         "lax.cond(entry >= 1,",
         f"{TEST_CLAIMS} -k counts",
     ),
     "chunks_that_share_keys_are_claimed_apart": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "problem.kv_heads, group).swapaxes(1, 2)",
         "problem.kv_heads, group)",
         f"{TEST_CLAIMS} -k claimed_together",
@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_ORDER,
     ),
     "the_last_head_of_the_backward_goes_by_no_rank": Fault(
-        f"{BWD}/work_order.py",
+        f"{BWD}/key_tiles.py",
         "codes = jnp.where(head >= first, codes, table)",
         "codes = jnp.where(head > first, codes, table)",
         f"{TEST_ORDER} -k order_of_keys",
@@ -266,7 +266,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_TURNS} -k interpreted",
     ),
     "a_claim_is_read_before_it_is_written": Fault(
-        f"{FWD}/claims.py",
+        f"{SHARED}/claims.py",
         "    plgpu.barrier_wait(smem.ready.at[slot])\n",
         "",
         TEST_CLAIMS,
@@ -377,7 +377,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_any_size_interpreted and 136'",
     ),
     "forward_stores_the_lse_of_rows_past_the_end": Fault(
-        "pallas_attn/kernels/mma/row_numbers.py",
+        "pallas_attn/kernels/mma/store_rows.py",
         "inside = (ours & (row + below < length)).value",
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",
@@ -389,7 +389,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile and interpreted and frames16'",
     ),
     "the_last_keys_are_eight_too_few": Fault(
-        f"{FWD}/tile_scheduler.py",
+        f"{SHARED}/tile_scheduler.py",
         "tma_operands.round_up(problem.kv_len % block or block, 8)",
         "tma_operands.round_up(problem.kv_len % block or block, 8) - 8",
         f"{TEST_FWD} -k 'test_last_keys_in_eights_interpreted and 13-77'",
@@ -415,7 +415,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
     "prefill_consumers_wait_for_a_turn_that_nobody_gives": Fault(
-        f"{PREFILL}/kernel.py",
+        f"{FWD}/alternation.py",
         "pl.when(self.wg == 1)(self.give)",
         "pl.when(self.wg == 2)(self.give)",
         f"{TEST_PREFILL} -k 'test_interpreted and plain'",
@@ -742,7 +742,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_SCHEDULES,
     ),
     "forward_schedule_loses_a_head": Fault(
-        f"{FWD}/tile_scheduler.py",
+        f"{SHARED}/tile_scheduler.py",
         "min(n + order.l2_heads, order.heads)",
         "min(n + order.l2_heads, order.heads - 1)",
         TEST_SCHEDULES,
@@ -754,19 +754,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "a_list_puts_later_tiles_among_the_first": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "thread.select(tile < begin, seen, seen + wholes - whole)",
         "seen",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "lists_of_one_head_rank_those_of_all": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "            owner = owner + own",
         "            owner = owner + own * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
     "lists_that_heads_share_are_those_of_single_heads": Fault(
-        f"{FWD}/listed_tiles.py",
+        f"{SHARED}/listed_tiles.py",
         "                own = own * sizes.heads // sizes.heads_of_codes",
         "                own = own % sizes.heads",
         f"{TEST_LISTED} -k test_lists_and_codes",
@@ -796,7 +796,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/guards/test_emitted_code.py -k test_rows_are_added",
     ),
     "heads_in_one_work_tile_are_all_the_first": Fault(
-        f"{FWD}/block_tables.py",
+        f"{SHARED}/block_tables.py",
         "    return tile._replace(head=tile.head + wg), tile.row",
         "    return tile, tile.row",
         "tests/api/test_kv_blocks.py -k 'interpreted and by_kv_head'",
@@ -862,7 +862,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_SCHEDULES,
     ),
     "prefill_blocks_begin_at_the_wrong_end": Fault(
-        f"{PREFILL}/queries.py",
+        f"{PREFILL}/plan.py",
         "jnp.where(i & 1 == 0, self.first, self.back)",
         "jnp.where(i & 1 == 1, self.first, self.back)",
         TEST_SCHEDULES,
@@ -1056,8 +1056,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/api/test_gradients.py -k test_sinks_without_end",
     ),
     "a_row_of_a_thread_is_nan_by_a_sink_of_inf": Fault(
-        f"{SHARED}/softmax.py",
-        "thread.lowest(thread.highest(base, sink), LARGEST)",
+        f"{SHARED}/partials.py",
+        "thread.lowest(thread.highest(base, sink), softmax.LARGEST)",
         "thread.highest(base, sink)",
         "tests/kernels/decode/test_decode_kernel.py -k full_softcap_sinks",
     ),
@@ -1308,8 +1308,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "store_forgets_the_problem": Fault(
         "pallas_attn/_call/store.py",
-        "_text((kernel.module, problem, str(tree), types, _tuned(",
-        "_text((kernel.module, str(tree), types, _tuned(",
+        "_text((chosen.module, problem, str(tree), types, _tuned(",
+        "_text((chosen.module, str(tree), types, _tuned(",
         "tests/api/test_stored_kernels.py -k told_apart",
     ),
     "store_reads_files_of_other_users": Fault(
@@ -1367,7 +1367,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_PREFILL} -k 'test_interpreted and splits'",
     ),
     "a_row_without_a_key_has_an_lse": Fault(
-        f"{SHARED}/softmax.py",
+        f"{SHARED}/partials.py",
         'return factor, thread.choose(empty, thread.number(float("-inf")), lse)',
         "return factor, lse",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",

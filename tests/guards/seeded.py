@@ -175,7 +175,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     },
     "tests/kernels/flash_fwd/test_claims.py": {
         "a_claimed_code_is_read_by_all_warps_unsynced": (
-            f"{FWD}/claims.py",
+            f"{SHARED}/claims.py",
             "    thread.shared_store(refs.codes, slot, code, first)\n    thread.sync()\n",
             "    thread.shared_store(refs.codes, slot, code, first)\n",
         ),
@@ -456,7 +456,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "row_sum = softmax.rescaled(new, state.row_sum)",
         ),
         "the_portable_forward_never_rescales": (
-            f"{SHARED}/softmax.py",
+            f"{FWD}/sm80.py",
             "lax.cond(moved != 0, raised, lambda: (row_max, older))",
             "lax.cond(moved > 1, raised, lambda: (row_max, older))",
         ),
@@ -471,7 +471,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     # ---- boundaries ------------------------------------------------------------------------------
     f"{TEST_EVERY} -k 'boundaries and flash_bwd'": {
         "a_key_tile_one_key_short_is_whole": (
-            f"{BWD}/key_tiles.py",
+            f"{BWD}/work_order.py",
             "cut = key + self.block_kv > kv_len",
             "cut = key + self.block_kv > kv_len + 1",
         ),
@@ -581,14 +581,14 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "factor = factor * refs.units[0, tile.batch, head]",
         ),
         "outputs_past_a_query_length_are_one": (
-            f"{FWD}/warpgroups.py",
-            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)",
-            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 1.0), acc)",
+            f"{SHARED}/softmax.py",
+            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc",
+            "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 1.0), acc",
         ),
         "a_loop_over_whole_tiles_leaves_one_out": (
             f"{FWD}/warpgroups.py",
-            "    carry = loop(high, low, False, carry)\n",
-            "    carry = loop(high, low + 1, False, carry)\n",
+            "lax.fori_loop(-high, -low, functools.partial(counted, False), carry)",
+            "lax.fori_loop(-high, -low - 1, functools.partial(counted, False), carry)",
         ),
         "values_are_those_of_the_keys_of_an_entry": (
             f"{FWD}/warpgroups.py",
@@ -633,7 +633,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "slope = 1.0 - s * s",
         ),
         "delta_is_added": (
-            f"{SHARED}/score_mod.py",
+            f"{SHARED}/tile_logits.py",
             "else dp - delta",
             "else dp + delta",
         ),

@@ -22,12 +22,11 @@ from pallas_attn.kernels.mma import (
     gathered_rows,
     global_accumulate,
     head_rows,
-    mma_rowmajor,
     mma_sync,
     narrow_rows,
     packed_rows,
-    row_numbers,
     row_sums,
+    store_rows,
     thread_pieces,
     wgmma_float8,
 )
@@ -246,7 +245,7 @@ def test_numbers_of_rows_end_where_rows_end(row, count):
     both = [np.full((2, 3, 150), -1, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
         at = (np.int32(1), np.int32(2), np.int32(row))
-        code = captured(row_numbers.store, numbers((count,)), to, *at)
+        code = captured(store_rows.store, numbers((count,)), to, at)
         if ours:
             evaluate(code, held)
         else:
@@ -324,7 +323,7 @@ def test_dq_is_added_as_the_twin_adds_it(where):
     both = [np.zeros(3 * 64 * 64, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
         tile = numbers((64, 64))
-        code = captured(mma_rowmajor.add, to, np.int32(1), tile, np.int32(where))
+        code = captured(thread_pieces.add, to, np.int32(1), tile, np.int32(where))
         if ours:
             evaluate(code, held_by((64, 64)))
         else:
@@ -336,7 +335,7 @@ def test_dq_is_added_as_the_twin_adds_it(where):
 def test_pieces_are_read_in_the_order_in_which_they_were_added():
     shape, ref = (64, 80), np.zeros(3 * 64 * 80, np.float32)
     tile, held = numbers(shape), held_by((64, 80))
-    evaluate(captured(mma_rowmajor.add, ref, np.int32(1), tile, np.int32(1)), held)
+    evaluate(captured(thread_pieces.add, ref, np.int32(1), tile, np.int32(1)), held)
     code = captured(thread_pieces.load, ref, np.int32(1), shape)
     np.testing.assert_array_equal(code.function.twin(*code.args), tile)
     got = evaluate(code, held)

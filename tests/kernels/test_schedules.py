@@ -16,7 +16,7 @@ import pytest
 
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.attention import segment_spans
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
@@ -28,12 +28,12 @@ from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import merge_parts, shared_parts, shares
 from pallas_attn.kernels.prefill import plan as prefill_plan
 from pallas_attn.kernels.prefill import sm90 as prefill
-from pallas_attn.kernels.prefill.queries import Units, wg_tile_of
+from pallas_attn.kernels.prefill.plan import Units
+from pallas_attn.kernels.prefill.queries import wg_tile_of
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from pallas_lm.kernels import linear
 from tests.kernels.append import test_append_kernel
@@ -168,13 +168,13 @@ def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
         **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
     )
     ctx = KernelContext(plan, refs)
-    table = np.asarray(work_order.schedule_by_rank(ctx))
+    table = np.asarray(key_tiles.schedule_by_rank(ctx))
     codes = taken(table)
     assert len(codes) == len(set(codes.tolist())) == plan.order.work_tiles
 
     def uneven(table):
         work = jax.vmap(functools.partial(key_tiles.key_tile, ctx))(jnp.asarray(table).ravel())
-        cost = work_order.WORK_TILE_OVERHEAD + problem.group * np.asarray(work.steps)
+        cost = tile_scheduler.TILE_OVERHEAD + problem.group * np.asarray(work.steps)
         there = np.arange(table.shape[1])
         there = (there > 0) & (there <= table[:, :1])
         loads = np.where(there, cost.reshape(table.shape), 0).sum(axis=1)

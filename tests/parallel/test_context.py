@@ -22,10 +22,10 @@ from benchmarks import rows
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import gather, layout
+from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_bwd import sm90_two_kernels, work_order
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from tests.parallel.test_kernels_batched_and_sharded import REFERENCE
 from tests.parallel.test_sharded_sequences import seen as kernels_that_differentiate  # noqa: F401
 from tests.support import hard_data, messages, mosaic

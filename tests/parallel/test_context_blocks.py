@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import batching, dispatch
+from pallas_attn._call.problem import OPTIONAL
 from pallas_attn._context_parallel import launch
 from pallas_attn._functions import program, tile_bounds
 from pallas_attn._mesh import sharding
@@ -78,7 +79,7 @@ class ByTiles:
             n: sharding.varying_like(x, inputs.q) for n, x in floats.items() if x is not None
         }
         result = launch.derivative(self, problem, inputs._replace(**varying), rows)
-        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | result)
+        return inputs._replace(**dict.fromkeys(OPTIONAL) | result)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import batching, dispatch
+from pallas_attn._call.problem import OPTIONAL
 from pallas_attn._context_parallel import launch
 from pallas_attn._mesh import sharding
 from tests.parallel.test_kernels_batched_and_sharded import (
@@ -42,7 +43,7 @@ class Backward:
         }
         inputs = inputs._replace(**varying)
         result = launch.derivative(REFERENCE, problem, inputs, rows)
-        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | result)
+        return inputs._replace(**dict.fromkeys(OPTIONAL) | result)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_importing_asks_no_device_and_reads_no_environment():
 @functools.cache
 def imports(module, special=True):
     """Modules of this package that one imports: at its top, within functions, and `special` cases,
-    `Special("kernels.flash_fwd.claims")`.
+    `Special("kernels.attention.claims")`.
     """
     path, modules = MODULES[module], set()
     for node in nodes(path):

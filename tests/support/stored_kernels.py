@@ -32,7 +32,7 @@ def kept_in(folder: pathlib.Path | None, pretend: bool = True) -> Iterator[list[
     gpu, lower, before = store._gpu, store._lowered, jax.config.jax_compilation_cache_dir
 
     def counted(call: Any) -> Any:
-        lowered.append(call.kernel.module)
+        lowered.append(call.chosen.module)
         return lower(call)
 
     store._gpu, store._lowered = (lambda: name), counted

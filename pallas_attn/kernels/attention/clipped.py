@@ -10,8 +10,6 @@ from pallas_attn.kernels.attention.tiles import LogitTile
 from pallas_attn.kernels.lang.gather import gather
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
-MOST = 2**31  # numbers of an array, whose addresses are counted in 32 bits
-
 
 def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
     """`array_tiles.load_tile` of an array whose last two axes have any length; [.., T, S] also

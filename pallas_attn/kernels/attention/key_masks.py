@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.tiles import Span
+from pallas_attn.kernels.attention.tiles import KernelContext, Span, WorkTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.booleans import ROUND, columns, numbers_at, tiles_of
 from pallas_attn.kernels.lang.types import (
@@ -89,6 +89,27 @@ def spans(mask: Operand, block: int) -> jax.Array:
 def span_in(words: Sequence[Index]) -> Span:
     """The Span that a row of `spans` holds."""
     return Span(*words) if len(words) > 1 else _unpacked(words[0], 0)
+
+
+def with_spans(ctx: KernelContext) -> Any:
+    """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
+    plan, refs, _ = ctx
+    if not plan.skips_keys:
+        return refs
+    return refs._replace(key_spans=spans(refs.mask_array, plan.tiling.block_kv))
+
+
+def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
+    """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
+    return span_in(words_of(ctx, tile))
+
+
+def words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
+    """The words that `spans` holds for a work tile's head."""
+    spans = ctx.refs.key_spans
+    batches, heads, words = spans.shape
+    batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
+    return tuple(spans[batch, head, n] for n in range(words))
 
 
 def codes(mask: Operand, block: int) -> jax.Array:

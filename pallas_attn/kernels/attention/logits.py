@@ -4,7 +4,7 @@ tile of a warpgroup's 64 query rows in registers.
 A causal or windowed mask is a range of columns in each row (`mask_columns`). Functions of
 positions (`functions`), segments (`segment_spans`), bias and mask_array (`array_tiles`) are
 imported where a problem has them.
-`score_mod` has the masks and derivatives of the portable kernels and the backward.
+`tile_logits` has the masks and derivatives of the portable kernels and the backward.
 """
 
 import dataclasses
@@ -228,10 +228,10 @@ def mask_columns(
     kinds = {name: mosaic.COLUMN if name == "columns" else mosaic.ROW for name in operands}
     names = tuple(operands)
 
-    def code(_, s, *args):
+    def code(s, *args):
         return _cut(s, dict(zip(names, args, strict=True)))
 
-    def values(s, *args):  # run by the interpreter
+    def twin(s, *args):
         operands, column = dict(zip(names, args, strict=True)), jnp.arange(s.shape[1])[None]
         hidden = jnp.zeros(s.shape, bool)
         if "low" in operands:
@@ -245,11 +245,9 @@ def mask_columns(
             hidden |= (jnp.repeat(each, 32, axis=1)[:, : s.shape[1]] >> column % 32) & 1 == 0
         return jnp.where(hidden, -jnp.inf, s)
 
-    inline: Any = code
-    inline.values = values
     result = plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=mosaic.TILE)
-    call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, *kinds.values()), return_type=result)
-    return call(inline)(s, *operands.values())
+    args, types = (s, *operands.values()), (mosaic.TILE, *kinds.values())
+    return mosaic.inline(code, twin, args, types, result, traced=True)
 
 
 def _cut(s: RegisterTile, operands: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.lang.threads import Float, Thread
 from pallas_attn.kernels.lang.types import Predicate
 
@@ -69,3 +70,21 @@ def joined(thread: Thread, partials: Sequence[Partial]) -> Partial:
     columns = range(len(partials[0].out))
     out = [functools.reduce(operator.add, [w * x.out[i] for w, x in pairs]) for i in columns]
     return Partial(row_max, row_sum, out)
+
+
+def finish_row(
+    thread: Thread, row_max: Float, row_sum: Float, sink: Float | None
+) -> tuple[Float, Float]:
+    """`softmax.finish` of a row that one thread holds."""
+    unit, zero = thread.number(1.0), thread.number(0.0)
+    empty = thread.nothing_yet(row_max) & thread.is_zero(row_sum)
+    base = thread.choose(empty, zero, row_max)
+    higher = base
+    if sink is not None:
+        sink = softmax.to_log2(sink)
+        higher = thread.lowest(thread.highest(base, sink), softmax.LARGEST)
+        row_sum = row_sum * thread.exp2(base - higher) + thread.exp2(sink - higher)
+    row_sum = thread.choose(empty, unit, row_sum)
+    factor = thread.choose(empty, zero, thread.exp2(base - higher) / row_sum)
+    lse = (higher + thread.log2(row_sum)) * (1 / softmax.to_log2(1.0))
+    return factor, thread.choose(empty, thread.number(float("-inf")), lse)

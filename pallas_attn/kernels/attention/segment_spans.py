@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention.logits import mask_columns
+from pallas_attn.kernels.attention.tiles import KernelContext, Span, WorkTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, SmemRef
 
@@ -41,6 +42,29 @@ class RowSegments(NamedTuple):
 
         same = (t >= self.whole) & (t < self.whole_end)
         return lax.cond(same, lambda s: s, within_segments, s)
+
+
+def never_empty(problem: AttentionProblem) -> bool:
+    """Whether rows without a key take one kv tile all the same, which is masked whole, where there
+    are segment ids: a branch around the mainloop would cost every work tile a hundred moves of
+    registers, and claims (`claims`) ask for a kv tile.
+    """
+    others = set(problem.arrays) - {"q_offset", "device"}
+    return others == {"q_segment_ids", "kv_segment_ids"}
+
+
+def narrowed(ctx: KernelContext, tile: WorkTile, span: Span, visible: Span | None) -> Span:
+    """A block's span within what segment ids leave of its work tile, and within `visible`, what a
+    mask of keys leaves. Beside another mask_array no kv tile is whole.
+    """
+    plan = ctx.plan
+    if plan.has("q_segment_ids"):
+        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
+        fields = (ctx.refs.segment_spans[tile.batch, i, unit] for i in range(4))
+        span = span.within(Span(*fields))
+    if visible is not None:
+        return span.within(visible)
+    return span._replace(full_hi=span.full_lo) if plan.has("mask_array") else span
 
 
 def spans_of(

@@ -15,16 +15,15 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem, DecodeProblem
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import Span
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.types import (
     Carry,
     GmemRef,
     Index,
     KernelConfig,
     Operand,
-    RegisterTile,
     SmemRef,
 )
 from pallas_attn.kernels.mma import mma_sync
@@ -166,20 +165,6 @@ def _issue(
 
 
 # ---- the loop over kv tiles ---------------------------------------------------------------------
-
-
-class OutputSums(NamedTuple):
-    """The softmax and the output of a block's rows, carried from kv tile to kv tile."""
-
-    acc: RegisterTile  # [rows, v_width]: the output before it is divided; or its chunks of columns
-    row_sum: RegisterTile  # [rows, softmax.PARTIALS]
-    row_max: RegisterTile  # [rows]
-
-    @classmethod
-    def nothing(cls, acc: RegisterTile, rows: int) -> "OutputSums":
-        """Before the first kv tile."""
-        row_sum = mosaic.filled((rows, softmax.PARTIALS), 0.0)
-        return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
 
 
 def over_kv_tiles(plan: Any, span: Span, step: Callable[..., Any], carry: Carry) -> Any:

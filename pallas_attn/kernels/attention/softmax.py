@@ -1,8 +1,8 @@
 """The softmax: the online step over kv tiles, and its end.
 
 Inside, exponents are to base 2: the GPU's ex2 is one instruction, and `scale * log2(e)` folds into
-the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm. No other file
-knows the base: `to_log2`, `finish` and `finish_row` convert.
+the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm: `to_log2`,
+`finish` and `partials.finish_row` convert. Files that call exp2 rely on the base.
 
 The state of a row is its `row_max`, the largest logit so far in log2 units (-inf: no key yet), and
 its `row_sum`, the sum of 2**(logit - row_max). A sum is kept as 8 partial sums a row, one for each
@@ -70,6 +70,26 @@ class Step(NamedTuple):
     row_sum: Array  # [rows, PARTIALS]: of this tile alone
     moved: Array  # int32: not 0 where a row of this warp has a rescale that is not 1
 
+    @classmethod
+    def like(cls, keys: int, row_max: Array, row_sum: Array, number: Scalar) -> "Step":
+        """The form of a step over so many keys, which `wgmma.overlapped` asks for; any `number`."""
+        p = mosaic.filled((row_max.shape[0], keys), 0.0)
+        return cls(p, row_max, row_max, row_sum, jnp.int32(0) + number)
+
+
+class OutputSums(NamedTuple):
+    """The softmax and the output of rows, carried from kv tile to kv tile."""
+
+    acc: RegisterTiles  # [rows, v columns], or parts of them: the output before it is divided
+    row_sum: Array  # [rows, PARTIALS]
+    row_max: Array  # [rows]
+
+    @classmethod
+    def nothing(cls, acc: RegisterTiles, rows: int) -> "OutputSums":
+        """The state of rows that have met no key; `acc` is zeros."""
+        row_sum = mosaic.filled((rows, PARTIALS), 0.0)
+        return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
+
 
 def step(
     logits: Array,
@@ -93,7 +113,7 @@ def step(
         peak = logits.max(axis=1)
         higher = raise_to(peak if join is None else join(peak), unit, row_max, exponents.threshold)
     else:
-        higher = raise_to(_peaks(logits, unit, offset).max(axis=1), None, row_max)
+        higher = raise_to(peaks_of(logits, unit, offset).max(axis=1), None, row_max)
     base = base_of(higher, empty_ok)
     base_of_p = base - exponents.offset if exponents.offset else base
     p, row_sum = exponentials_and_sums(logits, unit, base_of_p, offset)
@@ -115,7 +135,7 @@ def next_step(
     which no thread has to know what the others of its row hold. Only where one does are maxima
     shuffled.
     """
-    peaks = _peaks(logits, unit, offset)
+    peaks = peaks_of(logits, unit, offset)
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
     moved = mosaic.any_in_warp(above, exponents.threshold)
 
@@ -123,7 +143,7 @@ def next_step(
         if offset is None:
             higher = raise_to(logits.max(axis=1), unit, row_max, exponents.threshold)
         else:
-            higher = raise_to(_peaks(logits, unit, offset).max(axis=1), None, row_max)
+            higher = raise_to(peaks_of(logits, unit, offset).max(axis=1), None, row_max)
         return higher, jnp.exp2(row_max - base_of(higher, empty_ok))
 
     higher, rescale = lax.cond(
@@ -146,27 +166,6 @@ def scaled(tiles: RegisterTiles, factor: Array) -> RegisterTiles:
     leaves, tree = jax.tree.flatten(tiles)
     leaves = [x * mosaic.broadcast_rows(factor, x.shape) for x in leaves]
     return jax.tree.unflatten(tree, leaves)
-
-
-def step_and_rescale(
-    logits: Array, unit: float | None, row_max: Array, older: RegisterTiles, *, empty_ok: bool
-) -> tuple[Step, Any]:
-    """`next_step` and `rescaled` in one branch, which few tiles take. After it come exponents, and
-    nothing that separates them from the matmuls that follow. Nothing is left to rescale: the step's
-    `rescale` is None.
-    """
-    peaks = _peaks(logits, unit)
-    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-    moved = mosaic.any_in_warp(above, RESCALE_THRESHOLD)
-
-    def raised():
-        higher = raise_to(logits.max(axis=1), unit, row_max)
-        rescale = jnp.exp2(row_max - base_of(higher, empty_ok))
-        return higher, scaled(older, rescale)
-
-    row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
-    p, row_sum = exponentials_and_sums(logits, unit, base_of(row_max, empty_ok))
-    return Step(p, row_max, None, row_sum, moved), older
 
 
 def exponentials(logits: Array, unit: Unit, base: Array, offset: Array | None = None) -> Array:
@@ -218,7 +217,7 @@ def exponentials_and_sums(
     return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 
 
-def _peaks(logits: Array, unit: Unit, offset: Array | None = None) -> Array:
+def peaks_of(logits: Array, unit: Unit, offset: Array | None = None) -> Array:
     """[rows, PARTIALS]: the largest of every 8th column, in log2 units; `offset`: see `step`."""
     peaks = partials(logits, jnp.maximum)
     if isinstance(unit, Array) and unit.ndim:
@@ -264,17 +263,12 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
 
 
-def finish_row(thread: Any, row_max: Scalar, row_sum: Scalar, sink: Any | None) -> tuple[Any, Any]:
-    """`finish` of a row that one thread holds (`threads.Thread`)."""
-    unit, zero = thread.number(1.0), thread.number(0.0)
-    empty = thread.nothing_yet(row_max) & thread.is_zero(row_sum)
-    base = thread.choose(empty, zero, row_max)
-    higher = base
-    if sink is not None:
-        sink = to_log2(sink)
-        higher = thread.lowest(thread.highest(base, sink), LARGEST)
-        row_sum = row_sum * thread.exp2(base - higher) + thread.exp2(sink - higher)
-    row_sum = thread.choose(empty, unit, row_sum)
-    factor = thread.choose(empty, zero, thread.exp2(base - higher) / row_sum)
-    lse = (higher + thread.log2(row_sum)) * (1 / _LOG2_E)
-    return factor, thread.choose(empty, thread.number(float("-inf")), lse)
+def without_dead_rows(
+    lse: Array, acc: RegisterTiles, row: Scalar, q_len: Scalar
+) -> tuple[Array, RegisterTiles]:
+    """lse and output, -inf and 0 in rows from `q_len` on; `row`: the number of the first."""
+    inside = mosaic.positions(lse.shape, 0, row) < q_len
+    lse = jnp.where(inside, lse, -jnp.inf)
+    return lse, jax.tree.map(
+        lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc
+    )

@@ -85,14 +85,9 @@ def static(
     return _static(alone, (rows, block, by_keys, row_blocks))
 
 
-def sizes_of(tiling: QueryTiling) -> Sizes:
-    """The sizes of `tiles` for work tiles of query rows."""
-    return tiling.tile_rows, tiling.block_kv, False, tiling.row_blocks
-
-
 def sections_of(problem: AttentionProblem, tiling: QueryTiling) -> frozenset[str]:
     """`tiles.sections_of` where kv tiles are listed: no list is empty."""
-    lists = static(problem, *sizes_of(tiling))
+    lists = static(problem, *tiling.list_sizes)
     if lists is None:
         return SECTIONS - {"empty"}
     fields = spans(lists, tiling.row_blocks).tolist()

@@ -28,8 +28,9 @@ ROWS = 64  # query rows of a warpgroup, which one wgmma takes
 # Arrays that decide at run time which keys rows see; without them the mask alone does.
 DYNAMIC = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right"}
 DYNAMIC |= {"q_segment_ids", "mask_array"}
-# Kinds of spans: without a kv tile; whose first tile, the one at the end, needs a mask; with other
-# masked tiles behind the whole ones; and with some before them.
+# Kinds of spans, whose kv tiles are taken from the last to the first. "empty": there is no kv tile.
+# "first_masked": the last kv tile needs a mask. "high": others after those that are visible whole
+# need one. "low": some before them do.
 SECTIONS = frozenset(("empty", "first_masked", "high", "low"))
 
 
@@ -131,7 +132,7 @@ class LogitTile(NamedTuple):
     kv_len: Index
     mask: Mask
     q_axis: int
-    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `score_mod.apply_mask`
+    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `tile_logits.apply_mask`
     # The head and the position of each query, where queries are those of several heads.
     rows: Any = None
     layout: Any = mosaic.TILE
@@ -194,6 +195,11 @@ class QueryTiling:
         return pl.cdiv(self.kv_len, self.block_kv) * self.block_kv
 
     @functools.cached_property
+    def whole_rows(self) -> bool:
+        """Whether no work tile has rows past T."""
+        return self.padded_rows == self.q_len
+
+    @functools.cached_property
     def has_idle_spans(self) -> bool:
         """Whether some span is of rows past T only."""
         return self.padded_rows - self.q_len >= self.span_rows
@@ -202,6 +208,11 @@ class QueryTiling:
     def row_blocks(self) -> int:
         """Spans of a work tile."""
         return self.tile_rows // self.span_rows
+
+    @functools.cached_property
+    def list_sizes(self) -> tuple[int, int, bool, int]:
+        """The sizes of `tile_lists.tiles`."""
+        return self.tile_rows, self.block_kv, False, self.row_blocks
 
 
 # ---- the kv tiles that query rows need ----------------------------------------------------------

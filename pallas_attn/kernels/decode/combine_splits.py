@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pallas_attn.kernels.attention import partials, softmax
+from pallas_attn.kernels.attention import partials
 from pallas_attn.kernels.attention.partials import Partial
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Partials
@@ -326,7 +326,7 @@ def _write(ctx: ThreadContext, results: Results, place: _Place, partial: Partial
     sink = None
     if results.sinks is not None:
         (sink,) = thread.load_floats(results.sinks, head, 1)
-    factor, lse = softmax.finish_row(thread, partial.row_max, partial.row_sum, sink)
+    factor, lse = partials.finish_row(thread, partial.row_max, partial.row_sum, sink)
     wide = (
         thread.to_int64(at.sequence) * problem.q_len if at.row is None else thread.to_int64(at.row)
     )

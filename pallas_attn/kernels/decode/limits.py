@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tiles, tma_operands
@@ -12,7 +11,6 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import KernelConfig
 
-SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
 # A launch has parameters for as many arrays of K and of V; of the others a thread lays out 63.
 MOST_SEQUENCES = 2000
@@ -105,7 +103,7 @@ class RingConfig:
     """
 
     stages: int = 6
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
+    grid: int = mosaic.MULTIPROCESSORS
     split_tiles: int = 16
     fewest_stages: ClassVar[int] = 2
 

@@ -152,7 +152,7 @@ def _warp(ctx: ThreadContext) -> None:
     top = functools.reduce(thread.highest, levels)
     zero = thread.number(0.0)
     weights = [thread.exp2(level - partials.base_of(thread, top)) for level in levels]
-    factor, lse = softmax.finish_row(thread, top, sum(weights[1:], weights[0]), None)
+    factor, lse = partials.finish_row(thread, top, sum(weights[1:], weights[0]), None)
     thread.store_floats(refs.merged_lse, line.place, [lse], line.exists & first_lane)
     for place, parts, there in zip(places, columns, line.inside, strict=True):
         sums = [zero] * FOUR

@@ -61,11 +61,11 @@ from pallas_attn.kernels.decode.plan import (
 from pallas_attn.kernels.decode.scheduler import Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, Operand
 from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_tf32
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # bytes of each of two blocks on a multiprocessor
-MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 HEAD_OVERHEAD = 48 * 1024  # bytes that a block could read while it begins a head
 CACHES_OF_A_LAUNCH = 256  # separate ones; `append.separate_arrays` says why
 Q_ROWS = 4 * mma_rowmajor.ROWS  # query rows that a block takes at once, at most
@@ -131,7 +131,7 @@ class Config(limits.RingConfig):
         if many_heads and max(problem.capacities) <= SHORT:
             # Half of a head's last tile is idle. Six stages were 9 % slower than three.
             few = dataclasses.replace(config, tile=64, stages=3)
-            if bytes_of_launch(problem, few) <= limits.SMEM_LIMIT:
+            if bytes_of_launch(problem, few) <= mosaic.SMEM_LIMIT:
                 return few
         share = 4 if problem.quantized or is_float32 else 2
         few_rows = rows.row_blocks == 1
@@ -143,7 +143,7 @@ class Config(limits.RingConfig):
             tiles = tiles[:-1]
         choices = [
             limits.deepest(
-                bytes_of_launch, problem, dataclasses.replace(config, tile=tile), limits.SMEM_LIMIT
+                bytes_of_launch, problem, dataclasses.replace(config, tile=tile), mosaic.SMEM_LIMIT
             )
             for tile in tiles
         ]
@@ -151,7 +151,7 @@ class Config(limits.RingConfig):
         # and so are two tiles of 32 wide keys that several blocks of rows share.
         least = 2 if (is_float32 if few_rows else is_wide(problem)) else 3
         for config in choices:
-            if config.stages >= least and bytes_of_launch(problem, config) <= limits.SMEM_LIMIT:
+            if config.stages >= least and bytes_of_launch(problem, config) <= mosaic.SMEM_LIMIT:
                 return config
         return choices[-1]
 

@@ -32,11 +32,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import softmax, tile_logits, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, panels, thread_program, threads
 from pallas_attn.kernels.lang.config import OneForAll, check
@@ -57,7 +56,7 @@ WIDTH = panels.WIDEST
 class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks
+    grid: int = mosaic.MULTIPROCESSORS  # blocks
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 1, "at least 1"))
@@ -368,7 +367,7 @@ def _p_and_ds(
         slope = 1.0 - s * s * (1.0 / problem.softcap**2)
     s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), softmax.to_log2(s), -jnp.inf)
     p = jnp.exp2(s - of_head(stats.lse))
-    ds = score_mod.d_scores(p, dp, of_head(stats.delta), slope)
+    ds = tile_logits.d_scores(p, dp, of_head(stats.delta), slope)
     return _whole(p, problem.dtype), _whole(ds, problem.dtype)
 
 

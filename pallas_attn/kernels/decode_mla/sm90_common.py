@@ -18,6 +18,7 @@ from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, DecodeTiling, Plan
 from pallas_attn.kernels.decode_mla import combine_latent, producer, rows_as_sequences
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import KernelConfig
 
 V_WARPGROUPS = 2  # warpgroups that have columns of the output, where there are several
@@ -94,7 +95,7 @@ def kernel_with(
             heads = problem.sequences * plan_of(problem, cls()).queries.chunks
             few = range(most, most - most // 16, -1)
             grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
-            return limits.deepest(smem_bytes, problem, cls(grid=grid), limits.SMEM_LIMIT)
+            return limits.deepest(smem_bytes, problem, cls(grid=grid), mosaic.SMEM_LIMIT)
 
     def whole_limit(problem: DecodeProblem) -> Limit | None:
         return rows_as_sequences.limit(problem) or limit(rows_as_sequences.of_rows(problem))

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import jax.experimental.pallas as pl
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_bwd import work_order
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
-from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 
 # Numbers of parts that `parts` compares. A part costs its float32 sums, written and read, and all
 # of them a launch; few steps cost as much as loading the keys.
@@ -177,8 +178,8 @@ def _dq_is_faster_beside(order: WorkOrder, rows: int, lag: int) -> bool:
     together += (lag - 1) * _step_microseconds(order, adds_dq=True)
     each = math.ceil(problem.q_len / rows)
     seen = min(order.tiling.mean_q_rows / problem.q_len, 1.0) * problem.kv_len / ROWS
-    longest = problem.kv_len / ROWS + work_order.WORK_TILE_OVERHEAD
-    shared = heads * each * (seen + work_order.WORK_TILE_OVERHEAD) / (order.blocks or heads * each)
+    longest = problem.kv_len / ROWS + tile_scheduler.TILE_OVERHEAD
+    shared = heads * each * (seen + tile_scheduler.TILE_OVERHEAD) / (order.blocks or heads * each)
     columns = 2 * problem.head_dim + problem.v_head_dim
     step = 2 * rows * ROWS * columns / FLOP_A_MICROSECOND
     return together < alone + START_MICROSECONDS + step * max(longest, shared)
@@ -200,4 +201,4 @@ def is_short_wait(order: WorkOrder) -> bool:
 
 def fills_blocks(heads: int) -> bool:
     """Whether most blocks have a head in the last wave, where each takes one at a time."""
-    return heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS)) >= LEAST_BUSY
+    return heads / (MULTIPROCESSORS * pl.cdiv(heads, MULTIPROCESSORS)) >= LEAST_BUSY

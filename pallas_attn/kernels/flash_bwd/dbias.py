@@ -20,16 +20,15 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd import aux_sums, operands
 from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, LogitSums
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Index, Predicate
 from pallas_attn.masks import Mask
 
-BLOCKS = tile_scheduler.BLOCKS  # blocks at work at a time
 WAVES = 4  # waves of blocks, at most, into which walks are split
 OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 
@@ -99,10 +98,10 @@ def walk_of(plan: QueryPlan, read: Read | None = None, far: Far | None = None) -
 
 def _chunks(tiles: int, readers: int) -> int:
     """The number of chunks by which blocks, in waves, are done first."""
-    most = min(readers, max(1, WAVES * BLOCKS // tiles))
+    most = min(readers, max(1, WAVES * MULTIPROCESSORS // tiles))
 
     def time(chunks: int) -> int:
-        return pl.cdiv(tiles * chunks, BLOCKS) * (pl.cdiv(readers, chunks) + OVERHEAD)
+        return pl.cdiv(tiles * chunks, MULTIPROCESSORS) * (pl.cdiv(readers, chunks) + OVERHEAD)
 
     return min(range(1, most + 1), key=time)
 

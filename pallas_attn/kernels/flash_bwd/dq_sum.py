@@ -26,7 +26,7 @@ from pallas_attn.kernels.flash_bwd.step_parts import Sums
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, RegisterTiles
-from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma import thread_pieces
 
 WARPGROUPS = 2  # consumers
 
@@ -185,7 +185,7 @@ class ByRows:
         number = (head * self._tiles(plan) + step.t) * WARPGROUPS + wg
         for dq in parts:
             first = before * self._pieces(plan) // dq.shape[1]
-            mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
+            thread_pieces.add(refs.dq, number + first if first else number, dq, step.exists)
             before += dq.shape[1]
 
     def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:

@@ -4,163 +4,22 @@ Tiles of scores have keys as rows and queries as columns, S^T = K Q^T: so one ma
 the registers from which the matmul for dV takes its left operand, and dS^T is in those for dK.
 """
 
-import dataclasses
-import functools
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas as pl
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tiles import (
-    KernelContext,
-    Span,
-    known_offsets,
-    mask_of,
-    mask_span,
-    span_mask,
-)
+from pallas_attn.kernels.attention.tiles import KernelContext, Span, mask_of
+from pallas_attn.kernels.flash_bwd import work_order
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index, Layout, Predicate, RegisterTile
+from pallas_attn.kernels.lang.types import Index, Layout, Operand, Predicate, RegisterTile
 from pallas_attn.masks import Mask
-
-KeyPlan = Any  # `plan.KeyPlan`, which is made of what is here
-WorkOrder = Any  # `work_order.WorkOrder`, too
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyTiling:
-    """Kv tiles, which are work tiles here, and the query tiles that meet them."""
-
-    problem: AttentionProblem
-    block_kv: int  # keys of a work tile
-    block_q: int  # query rows of a step
-
-    @property
-    def kv_tiles(self) -> int:
-        return pl.cdiv(self.problem.kv_len, self.block_kv)
-
-    @property
-    def q_tiles(self) -> int:
-        return pl.cdiv(self.problem.q_len, self.block_q)
-
-    @property
-    def padded_rows(self) -> int:
-        return self.q_tiles * self.block_q
-
-    @property
-    def padded_keys(self) -> int:
-        return self.kv_tiles * self.block_kv
-
-    @property
-    def code_bits(self) -> int:
-        """Low bits of a work tile's code, which say which keys; the others say which kv head."""
-        return (self.kv_tiles - 1).bit_length()
-
-    @property
-    def ragged_keys(self) -> bool:
-        """Whether the last kv tile may hold rows that are no keys."""
-        return "kv_lengths" in self.problem.arrays or self.problem.kv_len % self.block_kv != 0
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether query tiles are numbers in a list: see `tile_lists.tiles`."""
-        return self.problem.mask_program is not None
-
-    @property
-    def list_sizes(self) -> tile_lists.Sizes:
-        return self.block_q, self.block_kv, True, 1
-
-    @property
-    def follows_mask(self) -> bool:
-        """Whether the mask alone says which query tiles a work tile meets."""
-        return not ({"mask_array", "q_segment_ids"} & set(self.problem.arrays) or self.is_listed)
-
-    @property
-    def allows_lockstep(self) -> bool:
-        """Whether blocks can stay in lockstep: work tiles end at the last query."""
-        mask = self.problem.mask
-        one_sided = mask.bounds_right and not mask.bounds_left
-        return self.chunks == 1 and self.follows_mask and one_sided
-
-    @property
-    def reads_key_mask(self) -> bool:
-        """Whether a mask of keys says which work tiles are hidden or whole: see `key_masks`."""
-        problem = self.problem
-        mixed = self.is_listed or "q_segment_ids" in problem.arrays
-        of_all_heads = problem.mask_shape is not None and problem.mask_shape[1] == 1
-        return problem.masks_keys and of_all_heads and not mixed
-
-    @property
-    def rotates(self) -> bool:
-        """Whether the work tiles of a head begin at different query tiles. Where all of them meet
-        all query tiles they run at one time, and would add to the same part of dQ.
-        """
-        has_lengths = "q_lengths" in self.problem.arrays
-        return self.problem.mask.is_full and self.follows_mask and not has_lengths
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a sequence that are batch rows, where a table knows where each begins."""
-        return len(self.problem.offsets[0]) if self.problem.offsets else 1
-
-    @functools.cached_property
-    def sections(self) -> frozenset[str]:
-        """The sections of spans of query tiles that occur: "low" and "high" need a mask, "full"
-        needs none.
-        """
-        arrays = self.problem.arrays
-        if self.is_listed:
-            return frozenset(("full", "high"))
-        if "mask_array" in arrays and not self.reads_key_mask:
-            return frozenset(("low",))
-        offsets = known_offsets(self.problem)
-        if not offsets or "q_segment_ids" in arrays:
-            return frozenset(("low", "full", "high"))
-        names: set[str] = set()
-        for span in [span for offset in offsets for span in self.static_spans(offset)]:
-            occurs = {
-                "low": span.lo < span.full_lo,
-                "full": span.full_lo < span.full_hi,
-                "high": span.full_hi < span.hi,
-            }
-            names |= {name for name, does in occurs.items() if does}
-        return frozenset(names)
-
-    @property
-    def mean_q_rows(self) -> float:
-        """Query rows that a work tile meets, on average, by the mask alone."""
-        known = self.problem.offsets or ((self.problem.q_offset,),)
-        spans = [span for each in known for offset in each for span in self.static_spans(offset)]
-        return self.block_q * sum(span.hi - span.lo for span in spans) / len(spans)
-
-    def static_spans(self, q_offset: int) -> list[Span]:
-        """The query tiles of each kv tile, without lengths and offsets that are arrays."""
-        problem, rows = self.problem, self.padded_rows
-        keys = range(0, problem.kv_len, self.block_kv)
-        mask = problem.mask.widest
-        return [self.q_span(mask, key, q_offset, rows, problem.kv_len) for key in keys]
-
-    def q_span(self, mask: Mask, key: Index, q_offset: Index, q_len: Index, kv_len: Index) -> Span:
-        """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
-
-        Rows past T carry an lse of inf: the end of the queries needs no mask.
-        """
-        low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
-        mask = span_mask(self.problem, mask).transposed
-        span = mask_span(mask, key - q_offset, self.block_kv, q_len, self.block_q)
-        live = kv_len > key
-        cut = key + self.block_kv > kv_len
-        if isinstance(key, int):
-            hi = max(span.lo, span.hi) if live else span.lo
-            full_lo = hi if cut else low(high(span.full_lo, span.lo), hi)
-        else:
-            hi = jnp.where(live, jnp.maximum(span.lo, span.hi), span.lo)
-            full_lo = jnp.where(cut, hi, low(high(span.full_lo, span.lo), hi))
-        return Span(span.lo, full_lo, low(high(span.full_hi, full_lo), hi), hi)
 
 
 class QTilesFrom(NamedTuple):
@@ -183,7 +42,7 @@ class DownOrUp(NamedTuple):
     down: Predicate
 
     @classmethod
-    def of(cls, order: "WorkOrder", span: Span, tile: Index) -> "DownOrUp":
+    def of(cls, order: WorkOrder, span: Span, tile: Index) -> "DownOrUp":
         """The query tiles of kv tile `tile` in lockstep: blocks go down in every other wave."""
         wave = lax.div(tile * order.l2_heads, jnp.int32(order.grid))
         return cls(span, lax.rem(wave, jnp.int32(2)) == 0)
@@ -280,7 +139,7 @@ def _of_visible_keys(ctx: KernelContext, span: Span, batch: Index, tile: Index) 
     return Span(span.lo, full_lo, full_hi, hi)
 
 
-def steps_of(plan: "KeyPlan", work: KeyTile) -> tuple[Index, Index]:
+def steps_of(plan: KeyPlan, work: KeyTile) -> tuple[Index, Index]:
     """The steps that a block takes, from and to: all of the group's, or those of a part, of which
     each has as many, up to one.
     """
@@ -291,7 +150,7 @@ def steps_of(plan: "KeyPlan", work: KeyTile) -> tuple[Index, Index]:
     return first, end
 
 
-def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:
+def step_of(plan: KeyPlan, work: KeyTile, i: Index) -> tuple[Index, Index]:
     """Step i of a work tile: which head of the group, and which of that head's steps. One head
     comes after the other; in lockstep all heads come at each query tile.
     """
@@ -302,7 +161,7 @@ def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:
     return g, i - g * work.steps
 
 
-def step_after(plan: "KeyPlan", work: KeyTile, g: Index, i: Index) -> tuple[Index, Index]:
+def step_after(plan: KeyPlan, work: KeyTile, g: Index, i: Index) -> tuple[Index, Index]:
     """The step that follows step i of head g, in the order of `step_of`."""
     group = plan.problem.group
     if group == 1:
@@ -323,7 +182,7 @@ class QueryStep(NamedTuple):
     number: Index  # among the head's
 
 
-def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
+def query_step(plan: KeyPlan, work: KeyTile, i: Index) -> QueryStep:
     """Step i of a work tile, one head of the group after the other; there may be none, or it may be
     another part's.
     """
@@ -353,3 +212,23 @@ def needs_mask(tiling: KeyTiling, work: KeyTile, t: Index, i: Index) -> Predicat
 def per_column(numbers: RegisterTile, shape: tuple[int, int]) -> RegisterTile:
     """One number a column, the same in all rows of a tile."""
     return lax.broadcast_in_dim(numbers, shape, [1])
+
+
+def schedule_by_rank(ctx: KernelContext) -> Operand:
+    """`work_order.dealt`, with kv tiles in place of ranks; or `work_order.schedule`, with the heads
+    that go by rank. Documents that are packed repeat: dealt in the order of keys a block would take
+    the same keys of many of them, and those with early keys would finish last.
+    """
+    order, problem = ctx.plan.order, ctx.plan.problem
+    bits, kv_tiles = order.tiling.code_bits, order.tiling.kv_tiles
+    batch, heads = problem.batch, order.heads // problem.batch
+    first = order.first_ranked_head
+    table = jnp.asarray(work_order.schedule(order) if order.claims else work_order.dealt(order))
+    rows = np.arange(batch, dtype=np.int32)[:, None] * heads << bits
+    of_codes = jax.vmap(jax.vmap(lambda code: key_tile(ctx, code).steps))
+    steps = of_codes(jnp.asarray(rows + np.arange(kv_tiles, dtype=np.int32)[None]))
+    ranks = tile_lists.longest_first(steps)
+    low, head = (1 << bits) - 1, table >> bits
+    codes = (table & ~low) | ranks[head // heads, table & low]
+    codes = jnp.where(head >= first, codes, table) if first else codes
+    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)

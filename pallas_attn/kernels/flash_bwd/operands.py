@@ -9,18 +9,19 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 from pallas_attn.kernels.attention import (
+    claims,
     functions,
     key_masks,
     mask_bits,
     segment_spans,
     softmax,
+    tile_scheduler,
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, work_order
+from pallas_attn.kernels.flash_bwd import aux_sums, key_tiles, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Operand, SmemRef
 from pallas_attn.kernels.mma import wgmma_float32
@@ -76,7 +77,7 @@ class BackwardRefs(NamedTuple):
     mask_aux: Any = ()  # arrays of functions of positions: `functions.operands`
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
-    counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+    counter: GmemRef = None  # int32[1], written: see `attention.claims`
     turns: GmemRef = None  # int32[n], written: see `turns.counters`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
@@ -191,7 +192,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**fields)
     if plan.has("q_segment_ids") and work_order.go_by_rank(plan.order):
-        refs = refs._replace(schedule=work_order.schedule_by_rank(KernelContext(plan, refs)))
+        refs = refs._replace(schedule=key_tiles.schedule_by_rank(KernelContext(plan, refs)))
     return refs
 
 

@@ -9,10 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_tiles, tiles
+from pallas_attn.kernels.attention import claims, score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
 from pallas_attn.kernels.flash_bwd.key_tiles import key_tile, step_of, steps_of
-from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels, ring_slot
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate

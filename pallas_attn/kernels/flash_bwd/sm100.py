@@ -60,7 +60,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import tile_logits, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     key_tiles,
@@ -69,13 +69,14 @@ from pallas_attn.kernels.flash_bwd import (
     statistics,
     work_order,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm100 as flash_fwd_sm100
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 
 TILE = flash_fwd_sm100.TILE  # keys of a work tile, and query rows of a step
@@ -415,7 +416,7 @@ def _gradients_of_step(block: Block, own: int, n: Index) -> None:
         dp = plgpu.async_load_tmem(memory.dp.at[:, pl.ds(at, CHUNK)], layout=LAYOUT)
         plgpu.wait_load_tmem()
         delta = _statistic(block, 1, slot, at, dp.shape)
-        chunks[number] = score_mod.d_scores(chunks[number], dp, delta).astype(dtype)
+        chunks[number] = tile_logits.d_scores(chunks[number], dp, delta).astype(dtype)
     memory.ds[:, pl.ds(own * OURS, OURS)] = jnp.concatenate(chunks, axis=1)  # whole swizzles
     plgpu.commit_smem()  # delta has been read, too, and TMA will write there
     plgpu.barrier_arrive(memory.ds_ready)
@@ -424,13 +425,13 @@ def _gradients_of_step(block: Block, own: int, n: Index) -> None:
 def _probabilities(
     block: Block, step: Step, at: int, s: RegisterTile, masked: Predicate
 ) -> tuple[RegisterTile, RegisterTile | None]:
-    """P of queries from number `at` of a tile on, and `score_mod.logits_and_slope`'s slope."""
+    """P of queries from number `at` of a tile on, and `tile_logits.logits_and_slope`'s slope."""
     plan, work = block.ctx.plan, block.work
     place = work.place(step.head, step.t, work.key, plan.config.block_q, LAYOUT)
     place = place._replace(query=place.query + at)
-    logits, slope = score_mod.logits_and_slope(block.ctx, place, s, masked)
+    logits, slope = tile_logits.logits_and_slope(block.ctx, place, s, masked)
     lse = _statistic(block, 0, block.q_slot(step.n), at, s.shape)
-    return score_mod.exponentials(plan, logits, lse), slope
+    return tile_logits.exponentials(plan, logits, lse), slope
 
 
 def _statistic(

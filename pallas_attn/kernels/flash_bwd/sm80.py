@@ -42,10 +42,10 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
-    score_mod,
     sm80_column_stream,
     sm80_common,
     tile_lists,
+    tile_logits,
     tma_operands,
     wide_heads,
 )
@@ -60,9 +60,10 @@ from pallas_attn.kernels.flash_bwd import (
     step_parts,
     work_order,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -378,12 +379,12 @@ def _scores(
     place = block.work.place(step.head, step.t, block.work.key, size, layout)
     place = place._replace(query=place.query + begin)
     masked = key_tiles.needs_mask(plan.tiling, block.work, step.t, step.number)
-    p, slope = score_mod.probabilities(block.ctx, place, s, lse, masked)
+    p, slope = tile_logits.probabilities(block.ctx, place, s, lse, masked)
 
     def derivative(p: RegisterTile) -> RegisterTile:
         delta = of_rows(refs.delta)
         dp = product(smem.v, smem.do, first.do, form.v_width)
-        return score_mod.d_scores(p, dp, key_tiles.per_column(delta, shape), slope)
+        return tile_logits.d_scores(p, dp, key_tiles.per_column(delta, shape), slope)
 
     return p, derivative
 

@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream
+from pallas_attn.kernels.attention import sm80_column_stream, tile_logits
 from pallas_attn.kernels.attention.sm80_column_stream import HeadRows, Product, Stream
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import key_tiles
@@ -87,11 +87,11 @@ def _step(
     )
     place = work.place(step.head, step.t, work.key, block)
     masked = key_tiles.needs_mask(plan.tiling, work, step.t, step.number)
-    p, slope = score_mod.probabilities(ctx, place, chunks.scores(), lse, masked)
+    p, slope = tile_logits.probabilities(ctx, place, chunks.scores(), lse, masked)
     if "v" in which:
         grads["v"] = chunks.weigh(grads["v"], mma_sync.terms_of(p, form.terms, form.dtype))
     if "k" in which:
-        ds = score_mod.d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
+        ds = tile_logits.d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
         grads["k"] = chunks.weigh(grads["k"], mma_sync.terms_of(ds, form.terms, form.dtype))
     return tuple(grads[name] for name in which)
 
@@ -124,7 +124,7 @@ def dq_mainloop(ctx: KernelContext, rows: ScoreRows, span: Span, stats: RowStati
         masked = (t < span.full_lo) | (t >= span.full_hi)
         key = rows.key(t, block)
         place = logit_tile(rows, key)
-        p, slope = score_mod.probabilities(ctx, place, chunks.scores(), stats.lse, masked)
+        p, slope = tile_logits.probabilities(ctx, place, chunks.scores(), stats.lse, masked)
         ds = ds_of(p, chunks.scores(), stats.delta, slope)
         return chunks.weigh(dq, mma_sync.terms_of(ds, form.terms, form.dtype))
 

@@ -14,8 +14,9 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn._functions.reads import Read
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import tile_logits
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm80_dq, sm80_scores, sm90_dq
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk, Walks
@@ -23,7 +24,6 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, RegisterTile
 
@@ -68,7 +68,7 @@ def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
         s = sm80_dq.product(ctx, "q", "k", none)
         product = functools.partial(sm80_dq.product, ctx, "do", "v", none)
     tile = sm80_scores.logit_tile(rows, step.key)
-    p, _ = score_mod.probabilities(ctx, tile, s, stats.lse, True)
+    p, _ = tile_logits.probabilities(ctx, tile, s, stats.lse, True)
     by = 1.0
     if read is not None:
         by = aux_sums.weight(ctx, tile, read, s, p > 0)

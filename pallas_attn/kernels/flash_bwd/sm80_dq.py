@@ -17,8 +17,15 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
+from pallas_attn.kernels.attention import (
+    key_masks,
+    sm80_column_stream,
+    tile_logits,
+    tile_scheduler,
+    wide_heads,
+)
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
@@ -29,10 +36,8 @@ from pallas_attn.kernels.flash_bwd.sm80_scores import (
     load_statistics,
     logit_tile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     GmemRef,
@@ -130,7 +135,7 @@ def _mainloop(
             copy_async(pending=0)
         masked, key = (t < span.full_lo) | (t >= span.full_hi), rows.key(t, block)
         s = product(ctx, "q", "k", slot * block)
-        p, slope = score_mod.probabilities(ctx, logit_tile(rows, key), s, stats.lse, masked)
+        p, slope = tile_logits.probabilities(ctx, logit_tile(rows, key), s, stats.lse, masked)
         ds = ds_of(p, product(ctx, "do", "v", slot * block), stats.delta, slope)
         terms = mma_sync.terms_of(ds, form.terms, form.dtype)
         return mma_sync.matmul_add(dq, terms, smem.k, slot * block, form.k_width)
@@ -147,7 +152,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     listed = list_of(ctx, tile) if plan.is_listed else None
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = ScoreRows(*where, listed)
-    visible = key_mask_ranges.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
+    visible = key_masks.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:

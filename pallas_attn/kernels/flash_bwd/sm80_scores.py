@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import tile_logits
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.operands import RowStatistics
@@ -49,4 +49,4 @@ def ds_of(
     p: RegisterTile, dp: RegisterTile, delta: RegisterTile, slope: RegisterTile | None = None
 ) -> RegisterTile:
     """`d_scores` of query rows that are the rows of a tile."""
-    return score_mod.d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)
+    return tile_logits.d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)

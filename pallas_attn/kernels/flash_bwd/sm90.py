@@ -17,7 +17,7 @@ import dataclasses
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tile_lists, tiles
+from pallas_attn.kernels.attention import block_tables, tile_lists, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -29,14 +29,12 @@ from pallas_attn.kernels.flash_bwd import (
     step_parts,
     turns,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, is_wide
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 
 ROWS = tiles.ROWS
 
@@ -51,7 +49,7 @@ class Config:
     k_in_registers: bool = False  # half of K, with query tiles of 64 and head dims above 64
     kv_slots: int = 1  # work tiles whose keys are in shared memory
     parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles

@@ -28,9 +28,10 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import Read
-from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
+from pallas_attn.kernels.attention import key_masks, score_tiles, tile_logits
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
@@ -40,9 +41,8 @@ from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -226,12 +226,14 @@ def _ds(
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
         behind = sm90_dq.matmuls(plan.v)
         s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=behind), units.scores)
-        p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
+        p, _ = tile_logits.probabilities(ctx, tile, s, lse, masked)
         by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s, p > 0)
         if not smem.bias:
             plgpu.commit_smem()  # lse and delta have been read, and TMA will write there
         dp = scaled(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), units.dp)
-        return p, aux_sums.times(score_mod.d_scores(p, dp, mosaic.broadcast_rows(delta, shape)), by)
+        return p, aux_sums.times(
+            tile_logits.d_scores(p, dp, mosaic.broadcast_rows(delta, shape)), by
+        )
 
     p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
     if {"q_lengths", "kv_lengths"} & set(problem.arrays):  # past one s and dp may be NaN
@@ -261,7 +263,8 @@ def plan_of(problem: AttentionProblem, read: Read | None = None) -> QueryPlan:
     """
 
     def of(consumers: int, block: int, stages: int) -> QueryPlan:
-        plan = QueryPlan.of(problem, DqConfig(consumers, block, stages, dbias.BLOCKS))
+        config = DqConfig(consumers, block, stages, MULTIPROCESSORS)
+        plan = QueryPlan.of(problem, config, (config.grid, 0))
         return dataclasses.replace(plan, panels=takes_panels(problem))
 
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES

@@ -34,7 +34,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import tile_logits, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd import float32, key_tiles, producer, step_parts
@@ -338,7 +338,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         place = work.place(q_tile.head, q_tile.t, work.key, plan.config.block_q)
         masked = key_tiles.needs_mask(plan.tiling, work, q_tile.t, q_tile.number)
         s = scaled(s, units.scores)
-        p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
+        p, slope = tile_logits.probabilities(ctx, place, s, lse, masked)
         ring.acquire(q_tile.count, slot)
         smem.p[slot] = p if slope is None else p * slope
         plgpu.commit_smem()
@@ -369,7 +369,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         ring.release(slot)
-        return score_mod.d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
+        return tile_logits.d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk

@@ -24,16 +24,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
+from pallas_attn.kernels.attention import (
+    block_tables,
+    key_masks,
+    score_tiles,
+    segment_spans,
+    tile_logits,
+    tile_scheduler,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
-from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd import listed
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
@@ -55,7 +63,6 @@ class DqConfig(NamedTuple):
     block_kv: int
     stages: int
     grid: int
-    l2_heads: int = 0
 
 
 class DqSmem(NamedTuple):
@@ -112,13 +119,13 @@ def buffer_bytes(plan: QueryPlan) -> int:
 
 
 def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
-    """`key_mask_ranges.with_spans`, launched after the kernels before: `operands.ordered_after`
+    """`key_masks.with_spans`, launched after the kernels before: `operands.ordered_after`
     says why.
     """
     if not plan.skips_keys:
         return refs
     mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
-    return key_mask_ranges.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
+    return key_masks.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
 
 
 def visible_of(ctx: KernelContext, code: Index) -> Span | None:
@@ -127,27 +134,21 @@ def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     """
     if not ctx.plan.skips_keys:
         return None
-    return key_mask_ranges.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+    return key_masks.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
 
 
 def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi. `visible`: those that a
     mask of keys leaves; None where all tiles are masked by it.
     """
-    plan, refs, _ = ctx
+    plan = ctx.plan
     if plan.is_listed:
         return listed.list_of(ctx, tile).span
     rows: Index = plan.tiling.tile_rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
     span = plan.span(tile.mask, tile.q_offset + tile.row, plan.tiling.tile_rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if visible is not None:
-        span = span.within(visible)
-    elif plan.has("mask_array"):
-        span = span._replace(full_hi=span.full_lo)
+    span = segment_spans.narrowed(ctx, tile, span, visible)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
     return Span(span.lo, full_lo, jnp.clip(span.full_hi, full_lo, hi), hi)
@@ -295,11 +296,11 @@ def _ds(
     if plan.score_tiles:
         slot = smem.v_ring.slot(count)  # which `_multiply` has waited for
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
-    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
+    p, slope = tile_logits.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
     delta = mosaic.broadcast_rows(rows.delta, s.shape)
-    return score_mod.d_scores(p, scaled(dp, rows.units.dp), delta, slope)
+    return tile_logits.d_scores(p, scaled(dp, rows.units.dp), delta, slope)
 
 
 # ---- the mainloop -------------------------------------------------------------------------------

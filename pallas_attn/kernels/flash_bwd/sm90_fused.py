@@ -55,7 +55,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, score_tiles, tiles
+from pallas_attn.kernels.attention import claims, score_tiles, tile_logits, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import round_up
@@ -74,9 +74,8 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyG
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import claims
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.mosaic import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -162,7 +161,7 @@ class FusedSmem(NamedTuple):
 
 
 def scratch(plan: KeyPlan) -> FusedSmem:
-    """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
+    """Shared memory, described once: `gradients` launches it, `buffer_bytes` adds it up."""
     config, form, dtype = plan.config, plan.format, jnp.dtype(plan.problem.dtype)
     barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
@@ -194,6 +193,16 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         claimed=claims.barriers() if takes_claims else None,
         bias=bias.scratch(stages) if bias else None,
     )
+
+
+class Tuning(NamedTuple):
+    """The fields of `sm90.Config` that the kernel reads, for one that has not all of them."""
+
+    block_q: int
+    stages: int
+    dq_lag: int = 1
+    k_in_registers: bool = False
+    kv_slots: int = 1
 
 
 def plan_of(config: KernelConfig, order: WorkOrder, dq: Any = None) -> KeyPlan:
@@ -453,7 +462,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
         now.multiply_dp(dp_acc)
-        p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
+        p = tile_logits.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
     def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
@@ -469,7 +478,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     _release_q(smem.q_ring, now.pending[-1])
-    logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
+    logits, slope = tile_logits.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
@@ -517,7 +526,7 @@ def _dv_and_dk(
     lse = None
     if not plan.presets:
         lse = mosaic.load(smem.q_ring.row_stats.at[now.slot], mosaic.COLUMN)
-    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.masked)
+    p, slope = tile_logits.probabilities(now.ctx, now.place, s, lse, now.masked)
     ds, of_aux = _ds(now, sums, dp_acc, p, slope)
     if not plan.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
@@ -541,7 +550,7 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = score_mod.d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
+    ds = tile_logits.d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
     of_aux = now.of_aux
     if plan.key_sums:
         of_aux = aux_sums.add_tile(now.ctx, now.place, of_aux, ds)
@@ -683,8 +692,9 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 
 
 def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dk and dv in the sizes of refs.k and refs.v, and dq; None where the plan says nothing of it.
-    S and dP begin with lse and delta as accumulators do, where they do.
+    """Launches the kernel: dk and dv in the sizes of refs.k and refs.v, and dq, or None if the plan
+    makes none. Where S and dP begin with lse and delta (`KeyPlan.presets`), the kernel is given
+    both negated, and lse in the unit of S.
     """
     dq, outs, in_parts = plan.dq, list[jax.ShapeDtypeStruct](), plan.order.parts > 1
     is_written = isinstance(dq, dq_sum.Written)

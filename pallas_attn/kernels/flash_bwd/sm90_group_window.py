@@ -30,10 +30,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
-from pallas_attn.kernels.attention import group_windows, score_mod, softmax
+from pallas_attn.kernels.attention import group_windows, softmax, tile_logits
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import operands, statistics
@@ -46,6 +45,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Panel, Ring
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows
@@ -55,7 +55,6 @@ TILES = 3  # kv tiles that a query tile meets, and consumers
 AFTER = TILES - 1  # query tiles after a kv tile that meet it
 STEPS = ROWS // QUERIES  # steps of a query tile and 8 heads
 REGISTERS = 160  # a thread of a consumer
-BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
 
@@ -109,7 +108,8 @@ class GroupWindowPlan:
         """Chunks for which blocks take least time. A chunk costs a tile more than its own."""
 
         def cost(chunks: int) -> int:
-            return pl.cdiv(self.kv_heads * chunks, BLOCKS) * (pl.cdiv(self.tiles, chunks) + 1)
+            waves = pl.cdiv(self.kv_heads * chunks, MULTIPROCESSORS)
+            return waves * (pl.cdiv(self.tiles, chunks) + 1)
 
         return min(range(1, self.tiles + 1), key=cost)
 
@@ -375,7 +375,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     # dV waits for dP: P in float32 beside its operand would be too much for registers.
     dp = plgpu.wgmma_accumulator_load(dp_acc)
     delta = mosaic.load_vector(smem.delta.at[slot], mosaic.TILE, 1, s.shape)
-    ds = score_mod.d_scores(p, dp, delta).astype(dtype)
+    ds = tile_logits.d_scores(p, dp, delta).astype(dtype)
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))

@@ -44,8 +44,8 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     key_masks,
-    score_mod,
     score_tiles,
+    tile_logits,
     tiles,
     tma_operands,
 )
@@ -61,7 +61,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     statistics,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -71,9 +71,10 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -96,7 +97,7 @@ RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
-    grid: int = USUAL_BLOCKS  # blocks; 0: one a head
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a head
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 0, "at least 0"))
@@ -551,12 +552,12 @@ def _dv_and_dk(
     wgmma.score_panels(dp_acc, now.v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
-    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
+    p, slope = tile_logits.probabilities(now.ctx, now.place, s, lse, now.is_masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     _release(now, now.t == now.tile.steps - 1)
     delta = per_column(now.statistic(smem.delta), dp.shape)
-    ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
+    ds = tile_logits.d_scores(p, dp, delta, slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     smem.ds.tile[to, now.wg] = ds

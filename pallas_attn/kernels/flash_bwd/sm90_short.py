@@ -32,11 +32,10 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, tiles
+from pallas_attn.kernels.attention import tile_logits, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
 from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -45,11 +44,11 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import batch_rows
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -291,13 +290,13 @@ def _add_dv(
     place = LogitTile(*head, t * ROWS, j * ROWS, problem.q_offset, problem.kv_len, mask, q_axis=1)
     lse = mosaic.load(smem.lse.at[t], mosaic.COLUMN)
     masked = plan.rows_apart is not None or not span.full_lo <= t < span.full_hi
-    p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
+    p, slope = tile_logits.probabilities(ctx, place, s, lse, masked)
     weights = p.astype(dtype)
     if dv:
         wgmma.value_panels(dv, weights, do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(dv))
     delta = mosaic.load_vector(smem.delta.at[t], mosaic.TILE, 1, dp.shape)
-    ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
+    ds = tile_logits.d_scores(p, dp, delta, slope).astype(dtype)
     plgpu.commit_smem()  # all warps have read the dS of the pair before
     for copy in smem.ds:
         copy[...] = ds

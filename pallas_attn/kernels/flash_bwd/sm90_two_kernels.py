@@ -4,7 +4,7 @@
 | problem | dk and dv |
 |---|---|
 | head dims above 128, or float32 | `sm90_dkdv` |
-| a table of blocks (`flash_fwd/block_tables.py`), small ones or of long sequences | `sm90_dkdv` |
+| a table of blocks (`attention/block_tables.py`), small ones or of long sequences | `sm90_dkdv` |
 | short sequences, and others where `sm90` is slower or its bits do not repeat | `sm90_fused` |
 
 Both divide the steps of few work tiles over more blocks (`step_parts`). After them `sm90_dbias`
@@ -18,7 +18,8 @@ from typing import Any
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention import block_tables, score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -31,14 +32,11 @@ from pallas_attn.kernels.flash_bwd import (
     statistics,
     step_parts,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 
 ROWS = tiles.ROWS
 
@@ -53,11 +51,9 @@ class Config:
     dq_stages: int = 2  # kv tiles of its ring
     dq_warpgroups: int = 2  # its consumers
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
-
-    kv_slots, dq_lag, k_in_registers = 1, 1, False  # no fields: `sm90_fused` reads them
 
     def __post_init__(self) -> None:
         check(
@@ -149,14 +145,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     locked = config.lockstep and tiling.allows_lockstep
     order = WorkOrder(tiling, config.grid, config.l2_heads, locked, parts=config.parts)
     if not by_64_keys(problem):
-        return sm90_fused.plan_of(config, order)
+        return sm90_fused.plan_of(sm90_fused.Tuning(config.block_q, config.stages), order)
     return KeyPlan(problem, config, order, RowFormats.of(problem, config.block_q))
 
 
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes))
+    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes), (config.grid, 0))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
     if sm90.has_block_table(problem):
         plan = block_tables.with_heads(plan)

@@ -48,8 +48,9 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, score_mod, tma_operands
+from pallas_attn.kernels.attention import logits, tile_logits, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
     costs,
@@ -60,7 +61,6 @@ from pallas_attn.kernels.flash_bwd import (
     wide_rows,
     work_order,
 )
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -70,13 +70,12 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Block, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -104,10 +103,10 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
-    grid: int = BLOCKS  # persistent blocks
+    grid: int = MULTIPROCESSORS  # persistent blocks
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
-    block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
+    block_kv, block_q, warpgroups = ROWS, ROWS, 1  # for plans
 
     def __post_init__(self) -> None:
         check(
@@ -275,7 +274,7 @@ def scratch(buffers: Buffers) -> WideSmem:
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the launch that needs most, barriers included."""
     launches = [Buffers(problem, config, gradient) for gradient in (DV, DK, DQ)]
-    return max(mosaic.bytes_of(scratch(buffers)) for buffers in launches) + shared_memory.BARRIERS
+    return max(mosaic.bytes_of(scratch(buffers)) for buffers in launches) + mosaic.BARRIERS
 
 
 class WideContext(NamedTuple):
@@ -495,7 +494,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
             _issue(wide, tile(i), dp, n)
         for n in range(count, blocks):
             _release(wide, tile(i), n, blocks - 1 - n)
-        _hand_over(wide, tile(i), score_mod.d_scores(p, dp[...], delta, slope))
+        _hand_over(wide, tile(i), tile_logits.d_scores(p, dp[...], delta, slope))
 
     @pl.loop(0, steps)
     def _(i: Index) -> None:
@@ -520,7 +519,7 @@ def _probabilities(
     if masked is not False:
         s = lax.cond(masked, functools.partial(_masked, ctx, place), lambda s: s, s)
     lse = lax.broadcast_in_dim(stats[0], s.shape, [place.q_axis])
-    p = score_mod.exponentials(ctx.plan, s, lse)
+    p = tile_logits.exponentials(ctx.plan, s, lse)
     if not wide.buffers.gradient.has_dp:
         return p, slope, None
     return p, slope, lax.broadcast_in_dim(stats[1], p.shape, [place.q_axis])
@@ -528,7 +527,8 @@ def _probabilities(
 
 def _masked(ctx: KernelContext, place: LogitTile, s: RegisterTile) -> RegisterTile:
     """Logits with -inf wherever a query does not see a key, by the range of columns that each row
-    keeps. Positions of a whole tile (`score_mod.apply_mask`) would be held in registers, and spill.
+    keeps. Positions of a whole tile (`tile_logits.apply_mask`) would be held in registers, and
+    spill.
     """
     row, column = place.q_offset + place.query, place.key
     mask = place.mask
@@ -717,7 +717,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if plan.order.parts > 1:
         widths = [Buffers(problem, config, gradient).widths for gradient in (DK, DV)]
         dk, dv = step_parts.added(step_parts.of_dk_dv(plan, (dk, dv), widths))
-    dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
+    dq_plan = QueryPlan.of(problem, config, (config.grid, 0))
+    refs = operands.ordered_after(refs, dk)
     dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), {})

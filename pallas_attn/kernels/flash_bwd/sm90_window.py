@@ -31,19 +31,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, tiles
+from pallas_attn.kernels.attention import tile_logits, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import epilogue, operands
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import load_rows
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.panels import Panels, ring_slot
@@ -51,7 +49,7 @@ from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Regis
 
 MOST_PAIRS = 3  # pairs of a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
-BLOCKS = 2 * gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks at work at a time
+BLOCKS = 2 * mosaic.MULTIPROCESSORS  # blocks at work at a time
 RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, with barriers
 
 
@@ -287,11 +285,11 @@ def _pair(
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         where = (walk.batch, walk.head, (t + n) * ROWS, t * ROWS, 0, plan.problem.kv_len)
         logits = LogitTile(*where, plan.problem.mask, q_axis=1)
-        s, slope = score_mod.logits_and_slope(ctx, logits, s, False)
-        p = _masked(ctx, n, score_mod.exponentials(plan, s, row_statistic(smem.lse)))
+        s, slope = tile_logits.logits_and_slope(ctx, logits, s, False)
+        p = _masked(ctx, n, tile_logits.exponentials(plan, s, row_statistic(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = score_mod.d_scores(p, dp, row_statistic(smem.delta), slope).astype(dtype)
+        ds = tile_logits.d_scores(p, dp, row_statistic(smem.delta), slope).astype(dtype)
         plgpu.commit_smem()  # all warps have read the dS of the pair before
         smem.ds[...] = ds
         plgpu.commit_smem()

@@ -33,14 +33,13 @@ from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import dq_sum
-from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTiles
-
-WARPGROUPS = 2  # each adds half of the columns
 
 
 def applies(tiling: KeyTiling) -> bool:

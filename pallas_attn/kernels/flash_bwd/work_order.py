@@ -1,7 +1,7 @@
-"""The order in which blocks take work tiles of keys: by L2 group of kv heads, in a table that is
-made before anything runs, or claimed one by one (`flash_fwd/claims.py`). Where there are segment
-ids only the GPU knows how many query tiles a work tile meets: it makes the table
-(`schedule_by_rank`).
+"""Tiles of keys and of queries, and the order in which blocks take work tiles of keys: by L2 group
+of kv heads, in a table that is made before anything runs, or claimed one by one
+(`attention/claims.py`). Where there are segment ids only the GPU knows how many query tiles a work
+tile meets: it makes the table (`key_tiles.schedule_by_rank`).
 
 Blocks in lockstep are at the same query tile at one time, so that one of them reads from memory
 what all of them need. They go down from the last query tile to their own keys, so that those of the
@@ -17,21 +17,149 @@ batch rows of 8192, 32:8 heads of 128 (Llama 3), causal, on an H200: 670 TFLOP/s
 import dataclasses
 import functools
 
-import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, key_tile
-from pallas_attn.kernels.flash_fwd import chunk_schedules, tile_scheduler
-from pallas_attn.kernels.lang.types import Operand
+from pallas_attn.kernels.attention import chunk_schedules, tile_lists, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, TILE_OVERHEAD
+from pallas_attn.kernels.attention.tiles import Span, known_offsets, mask_span, span_mask
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
+from pallas_attn.kernels.lang.types import Index
+from pallas_attn.masks import Mask
 
-L2_BYTES = 32 * 2**20  # read and added to by the heads of an L2 group: a part of L2
-USUAL_BLOCKS = 132
-WORK_TILE_OVERHEAD = 1.5  # steps of one query tile that a work tile costs beside its own
+
+@dataclasses.dataclass(frozen=True)
+class KeyTiling:
+    """Kv tiles, which are work tiles here, and the query tiles that meet them."""
+
+    problem: AttentionProblem
+    block_kv: int  # keys of a work tile
+    block_q: int  # query rows of a step
+
+    @property
+    def kv_tiles(self) -> int:
+        return pl.cdiv(self.problem.kv_len, self.block_kv)
+
+    @property
+    def q_tiles(self) -> int:
+        return pl.cdiv(self.problem.q_len, self.block_q)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.q_tiles * self.block_q
+
+    @property
+    def padded_keys(self) -> int:
+        return self.kv_tiles * self.block_kv
+
+    @property
+    def code_bits(self) -> int:
+        """Low bits of a work tile's code, which say which keys; the others say which kv head."""
+        return (self.kv_tiles - 1).bit_length()
+
+    @property
+    def ragged_keys(self) -> bool:
+        """Whether the last kv tile may hold rows that are no keys."""
+        return "kv_lengths" in self.problem.arrays or self.problem.kv_len % self.block_kv != 0
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether query tiles are numbers in a list: see `tile_lists.tiles`."""
+        return self.problem.mask_program is not None
+
+    @property
+    def list_sizes(self) -> tile_lists.Sizes:
+        return self.block_q, self.block_kv, True, 1
+
+    @property
+    def follows_mask(self) -> bool:
+        """Whether the mask alone says which query tiles a work tile meets."""
+        return not ({"mask_array", "q_segment_ids"} & set(self.problem.arrays) or self.is_listed)
+
+    @property
+    def allows_lockstep(self) -> bool:
+        """Whether blocks can stay in lockstep: work tiles end at the last query."""
+        mask = self.problem.mask
+        one_sided = mask.bounds_right and not mask.bounds_left
+        return self.chunks == 1 and self.follows_mask and one_sided
+
+    @property
+    def reads_key_mask(self) -> bool:
+        """Whether a mask of keys says which work tiles are hidden or whole: see `key_masks`."""
+        problem = self.problem
+        mixed = self.is_listed or "q_segment_ids" in problem.arrays
+        of_all_heads = problem.mask_shape is not None and problem.mask_shape[1] == 1
+        return problem.masks_keys and of_all_heads and not mixed
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the work tiles of a head begin at different query tiles. Where all of them meet
+        all query tiles they run at one time, and would add to the same part of dQ.
+        """
+        has_lengths = "q_lengths" in self.problem.arrays
+        return self.problem.mask.is_full and self.follows_mask and not has_lengths
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a sequence that are batch rows, where a table knows where each begins."""
+        return len(self.problem.offsets[0]) if self.problem.offsets else 1
+
+    @functools.cached_property
+    def sections(self) -> frozenset[str]:
+        """The sections of spans of query tiles that occur: "low" and "high" need a mask, "full"
+        needs none.
+        """
+        arrays = self.problem.arrays
+        if self.is_listed:
+            return frozenset(("full", "high"))
+        if "mask_array" in arrays and not self.reads_key_mask:
+            return frozenset(("low",))
+        offsets = known_offsets(self.problem)
+        if not offsets or "q_segment_ids" in arrays:
+            return frozenset(("low", "full", "high"))
+        names: set[str] = set()
+        for span in [span for offset in offsets for span in self.static_spans(offset)]:
+            occurs = {
+                "low": span.lo < span.full_lo,
+                "full": span.full_lo < span.full_hi,
+                "high": span.full_hi < span.hi,
+            }
+            names |= {name for name, does in occurs.items() if does}
+        return frozenset(names)
+
+    @property
+    def mean_q_rows(self) -> float:
+        """Query rows that a work tile meets, on average, by the mask alone."""
+        known = self.problem.offsets or ((self.problem.q_offset,),)
+        spans = [span for each in known for offset in each for span in self.static_spans(offset)]
+        return self.block_q * sum(span.hi - span.lo for span in spans) / len(spans)
+
+    def static_spans(self, q_offset: int) -> list[Span]:
+        """The query tiles of each kv tile, without lengths and offsets that are arrays."""
+        problem, rows = self.problem, self.padded_rows
+        keys = range(0, problem.kv_len, self.block_kv)
+        mask = problem.mask.widest
+        return [self.q_span(mask, key, q_offset, rows, problem.kv_len) for key in keys]
+
+    def q_span(self, mask: Mask, key: Index, q_offset: Index, q_len: Index, kv_len: Index) -> Span:
+        """The query tiles that meet the keys from `key` on, ordered lo <= full_lo <= full_hi <= hi.
+
+        Rows past T carry an lse of inf: the end of the queries needs no mask.
+        """
+        low, high = (min, max) if isinstance(key, int) else (jnp.minimum, jnp.maximum)
+        mask = span_mask(self.problem, mask).transposed
+        span = mask_span(mask, key - q_offset, self.block_kv, q_len, self.block_q)
+        live = kv_len > key
+        cut = key + self.block_kv > kv_len
+        if isinstance(key, int):
+            hi = max(span.lo, span.hi) if live else span.lo
+            full_lo = hi if cut else low(high(span.full_lo, span.lo), hi)
+        else:
+            hi = jnp.where(live, jnp.maximum(span.lo, span.hi), span.lo)
+            full_lo = jnp.where(cut, hi, low(high(span.full_lo, span.lo), hi))
+        return Span(span.lo, full_lo, low(high(span.full_hi, full_lo), hi), hi)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +178,6 @@ class WorkOrder:
     @property
     def problem(self) -> AttentionProblem:
         return self.tiling.problem
-
-    @property
-    def list_sizes(self) -> tile_lists.Sizes:
-        return self.tiling.list_sizes
 
     @property
     def code_bits(self) -> int:
@@ -85,7 +209,7 @@ class WorkOrder:
         """Kv heads of an L2 group, whose work tiles are taken together: L2 holds the rows of q and
         dO that these read, and the float32 dq that they add to.
         """
-        mask, blocks = self.problem.mask, self.blocks or USUAL_BLOCKS
+        mask, blocks = self.problem.mask, self.blocks or MULTIPROCESSORS
         if self.heads_together:
             return min(self.heads_together, self.heads)
         if self.parts > 1:  # work tiles are few: blocks take parts of all of them at one time
@@ -116,7 +240,7 @@ class WorkOrder:
     @property
     def has_few_work_tiles(self) -> bool:
         """Whether a block has so few that its idle time at the end depends on the schedule."""
-        return self.work_tiles < 4 * (self.blocks or USUAL_BLOCKS)
+        return self.work_tiles < 4 * (self.blocks or MULTIPROCESSORS)
 
     @property
     def exceeds_l2(self) -> bool:
@@ -145,7 +269,7 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for
     `key_tiles.key_tile`: by L2 group, then longest first; one row where blocks claim them.
     `offsets`: see `tile_scheduler.table`. Where there are segments all cost the same here: see
-    `schedule_by_rank`.
+    `key_tiles.schedule_by_rank`.
     """
     tiles, costs = in_order(order, offsets)
     if order.claims:
@@ -156,7 +280,7 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
 def in_order(order: WorkOrder, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The codes of work tiles as blocks should begin them, and their costs in steps."""
     problem, tiling = order.problem, order.tiling
-    costs = np.full((max(1, len(offsets)), tiling.kv_tiles), WORK_TILE_OVERHEAD)
+    costs = np.full((max(1, len(offsets)), tiling.kv_tiles), TILE_OVERHEAD)
     lists, steps = tile_lists.static(problem, *tiling.list_sizes), problem.group / order.parts
     if lists is not None:
         costs += steps * lists[..., 0].mean(axis=(0, 1))
@@ -181,7 +305,7 @@ def _claimed(order: WorkOrder, tiles: np.ndarray, costs: np.ndarray) -> np.ndarr
     claim them. `tiles`: by L2 group, then longest first; that order remains, but
 
     - work tiles of packed documents are taken in the order of keys: neighbours meet the same rows.
-      The last head's go by rank (`schedule_by_rank`), so that the longest do not begin
+      The last head's go by rank (`key_tiles.schedule_by_rank`), so that the longest do not begin
       last;
     - of the chunks of a sequence those come first, head by head, that meet all rows of a chunk:
       they take equally long, and blocks stay at the same rows. Then the others, longest first, of
@@ -193,7 +317,7 @@ def _claimed(order: WorkOrder, tiles: np.ndarray, costs: np.ndarray) -> np.ndarr
         tiles = (head << bits) + tile
     elif order.tiling.chunks > 1:
         head, whole = tiles >> bits, costs == costs.max()
-        others = int((~whole & (costs > WORK_TILE_OVERHEAD)).sum())
+        others = int((~whole & (costs > TILE_OVERHEAD)).sum())
         together = max(2, 2 * order.grid * order.heads // max(1, others))
         group = np.where(whole, head - order.heads, head // together)
         tiles = tiles[np.lexsort((head, -costs, group))]
@@ -227,25 +351,5 @@ def dealt(order: WorkOrder) -> np.ndarray:
 
 
 def go_by_rank(order: WorkOrder) -> bool:
-    """Whether `schedule_by_rank` makes the schedule where there are segment ids."""
+    """Whether `key_tiles.schedule_by_rank` makes the schedule where there are segment ids."""
     return order.first_ranked_head < order.heads and order.grid < order.work_tiles
-
-
-def schedule_by_rank(ctx: KernelContext) -> Operand:
-    """`dealt`, with kv tiles in place of ranks; or `schedule`, with the heads that go by
-    rank. Documents that are packed repeat: dealt in the order of keys a block would take the same
-    keys of many of them, and those with early keys would finish last.
-    """
-    order, problem = ctx.plan.order, ctx.plan.problem
-    bits, kv_tiles = order.tiling.code_bits, order.tiling.kv_tiles
-    batch, heads = problem.batch, order.heads // problem.batch
-    first = order.first_ranked_head
-    table = jnp.asarray(schedule(order) if order.claims else dealt(order))
-    rows = np.arange(batch, dtype=np.int32)[:, None] * heads << bits
-    of_codes = jax.vmap(jax.vmap(lambda code: key_tile(ctx, code).steps))
-    steps = of_codes(jnp.asarray(rows + np.arange(kv_tiles, dtype=np.int32)[None]))
-    ranks = tile_lists.longest_first(steps)
-    low, head = (1 << bits) - 1, table >> bits
-    codes = (table & ~low) | ranks[head // heads, table & low]
-    codes = jnp.where(head >= first, codes, table) if first else codes
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)

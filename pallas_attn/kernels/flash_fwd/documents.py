@@ -24,7 +24,8 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import segment_spans
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -32,8 +33,6 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang.types import Index, Operand, SmemRef
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
@@ -123,10 +122,10 @@ def scratch(q_tiles: int, stages: int, block_kv: int) -> Smem:
     )
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` within what segment ids leave."""
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` within what segment ids leave."""
 
-    never_empty = staticmethod(never_empty_by_segments)
+    never_empty = staticmethod(segment_spans.never_empty)
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> dict[int, Index]:
@@ -148,7 +147,7 @@ class Ranges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None = None
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: None
     ) -> tuple[tuple[Index, Index], QueryRows]:
         del record
         plan, smem = ctx.plan, ctx.smem.segments
@@ -159,7 +158,7 @@ class Ranges:
         whole = read(4 * wg + 1), read(4 * wg + 2)
         lo, hi = _block_range(plan, tile, read)
         span = tile_scheduler.span_of_rows(plan, tile, wg, read)
-        if never_empty_by_segments(plan.problem):
+        if segment_spans.never_empty(plan.problem):
             span = _at_least_one(span, hi)
         ids = segment_spans.RowSegments(smem.q_ids.at[q_slot], smem.kv_ids, *whole)
         return (lo, hi), QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot, ids)
@@ -171,7 +170,7 @@ def _block_range(
     """Kv tiles [lo, hi) that the block loads; `read` reads a field of the record."""
     warpgroups = range(plan.config.warpgroups)
     spans = [tile_scheduler.span_of_rows(plan, tile, wg, read) for wg in warpgroups]
-    if not never_empty_by_segments(plan.problem):
+    if not segment_spans.never_empty(plan.problem):
         return tile_scheduler.union_of(plan, spans)
     lo, hi = tile_scheduler.ends_of_some(spans)
     hi = jnp.maximum(hi, 1)

@@ -47,9 +47,9 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
-from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention import segment_spans, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, owner_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -308,7 +308,9 @@ def _order_of_segments(plan: QueryPlan, device: Index, inputs: AttentionInputs, 
     others = jnp.asarray(owner_in(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
     needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1)
-    if never_empty_by_segments(problem):  # the first kv tile is what work tiles take that need none
+    if segment_spans.never_empty(
+        problem
+    ):  # the first kv tile is what work tiles take that need none
         needed |= at[None] == 0
     needed &= others[None]
     every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)

@@ -15,10 +15,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn.kernels.attention import claims, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan, Turn
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch
-from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler, warpgroups
+from pallas_attn.kernels.flash_fwd import fetch, warpgroups
 from pallas_attn.kernels.flash_fwd.fetch import CHUNK_BITS, CHUNKS, Sizes
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn
 from pallas_attn.kernels.flash_fwd.warpgroups import Entry
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Carry, Index, Predicate
@@ -105,7 +106,7 @@ def _load_entries(
         load = functools.partial(_load_from, {"k": place, "v": before})
         last, slot = hi - lo, ring.acquire(count)
         warpgroups.load_entry(ctx, tile, Entry(e, last, t, t + 1), slot, load)
-        return count + 1, place, claims.claim_among_entries(ctx, turn, e, claim)
+        return count + 1, place, claims.claim_next(turn, e, claim)
 
     start = count, _place_of(ctx, device, jnp.int32(0)), turn.claim
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -184,7 +185,6 @@ def _load_range(load: _Load, tiles: TileRange, carry: Carry) -> Any:
     (count, before, claim), ring = carry, Ring.of(ctx)
     there, here = tiles.count > 0, tiles.place.here
     asks = waits & jnp.logical_not(here) & (tiles.entry < entries)
-    claim_next = functools.partial(claims.claim_among_entries, ctx, turn)
 
     @pl.when(there)
     def _() -> None:
@@ -200,9 +200,9 @@ def _load_range(load: _Load, tiles: TileRange, carry: Carry) -> Any:
         slot = ring.acquire(count + i)
         pl.when(here)(lambda: _load_both(ctx, tile, slot, number))
         pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, number, owner))
-        return claim_next(tiles.entry + i, claim)
+        return claims.claim_next(turn, tiles.entry + i, claim)
 
-    claim = claim_next(jnp.where(there, tiles.entry, -1), claim)
+    claim = claims.claim_next(turn, jnp.where(there, tiles.entry, -1), claim)
     claim = lax.fori_loop(1, tiles.count, one_entry, claim)
     last = tiles.place._replace(tile=tiles.place.tile - (tiles.count - 1))
     before = jax.tree.map(lambda new, old: jnp.where(there, new, old), last, before)

@@ -7,7 +7,6 @@ terms count, and tiles of P V are added up in registers: a tensor core adds with
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import logits, softmax, tma_operands
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, WorkTile
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
@@ -99,8 +99,8 @@ class _State(NamedTuple):
 
 
 def mainloop(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
-) -> tuple[Result, Index]:
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile
+) -> tuple[OutputSums, Index]:
     """`warpgroups.mainloop`."""
     ring, numbers = Ring.of(ctx), _Numbers.of(ctx, rows.tile)
     state = _first_tile(ctx, rows, numbers, slot, meanwhile)
@@ -114,7 +114,7 @@ def mainloop(
     else:
         acc = wgmma.matmul_add(state.acc, state.p, values)
     ring.release(slot)
-    return Result(acc, state.row_sum, state.row_max), ring.after(slot)
+    return OutputSums(acc, state.row_sum, state.row_max), ring.after(slot)
 
 
 def _first_tile(
@@ -122,7 +122,7 @@ def _first_tile(
     rows: QueryRows,
     numbers: _Numbers,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Meanwhile,
 ) -> _State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, shape = Ring.of(ctx), (ROWS, ctx.plan.config.block_kv)
@@ -187,15 +187,12 @@ def _step(
             wgmma.multiply(scores, *score_operands())
             wgmma.multiply(out, state.p, values)
 
-        scores_like = mosaic.filled(shape, 0.0)
-        like = softmax.Step(
-            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-        )
+        like = softmax.Step.like(shape[1], state.row_max, state.row_sum, slot)
         behind = wgmma.products(numbers.values.terms, numbers.values.terms)
         acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind)
         ring.release(slot)
         acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
         state = _State(acc, row_sum, new.row_max, state.p)
-    # P is rounded after the wait: see `sm90`.
+    # P is rounded after the wait: see `warpgroups`.
     state = state._replace(p=numbers.terms_of(new.p), row_sum=state.row_sum + new.row_sum)
     return state, ring.after(slot)

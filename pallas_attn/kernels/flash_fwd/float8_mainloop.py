@@ -6,7 +6,7 @@ only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros pas
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
 an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
 were no faster on an H200: one accumulator for two or more tiles, and consumers that issue their
-matmuls in turn (`prefill.kernel.Turns`).
+matmuls in turn (`alternation`).
 
 Wide values: registers hold a second accumulator only of some columns (`_parts`), and none beside
 scores. A step then adds P V of the tile before it part by part, and computes the scores after that;
@@ -19,7 +19,6 @@ Scales of k and v that each key has arrive in shared memory beside K (`score_til
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -30,14 +29,15 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, score_tiles, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
     QueryRows,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
@@ -207,8 +207,8 @@ class _State(NamedTuple):
 
 
 def mainloop(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
-) -> tuple[Result, Index]:
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile
+) -> tuple[OutputSums, Index]:
     """The counterpart of `warpgroups.mainloop`, with the same arguments and results."""
     ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
@@ -219,7 +219,7 @@ def mainloop(
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
     acc = lax.concatenate(accs, 1) if len(accs) > 1 else accs[0]
-    return Result(acc, row_sum, state.row_max), ring.after(slot)
+    return OutputSums(acc, row_sum, state.row_max), ring.after(slot)
 
 
 def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
@@ -279,7 +279,7 @@ def _first_tile(
     rows: QueryRows,
     factors: Factors,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Meanwhile,
 ) -> _State:
     """The state after the first tile in order, the last of the span. Its scores overlap with
     nothing but `meanwhile`.
@@ -342,18 +342,16 @@ def _step(
         )
         return new._replace(p=factors.of_values(t, slot, new.p))
 
-    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
+    shape = ROWS, ctx.plan.config.block_kv
     if len(v) == 1:
-        like = softmax.Step(
-            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-        )
+        like = softmax.Step.like(shape[1], state.row_max, state.row_sum, slot)
         out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
         acc: tuple[RegisterTile, ...] = (_added(ctx, of_values, state.acc[0], out),)
     else:  # registers hold scores or the product of a part, not both
         acc = _with_values(ctx, of_values, state, v)
-        new = softmax_of(wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels))
+        new = softmax_of(wgmma.matmul(shape, q, k, None, wgmma.score_panels))
     _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-    # P is rounded after the wait: see `sm90`.
+    # P is rounded after the wait: see `warpgroups`.
     p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

@@ -7,36 +7,13 @@ masked, in loops of their own.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import key_masks
+from pallas_attn.kernels.attention import key_masks, tile_scheduler
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.types import Index
-
-
-def with_spans(ctx: KernelContext) -> Any:
-    """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
-    plan, refs, _ = ctx
-    if not plan.skips_keys:
-        return refs
-    return refs._replace(key_spans=key_masks.spans(refs.mask_array, plan.tiling.block_kv))
-
-
-def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
-    """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
-    return key_masks.span_in(_words_of(ctx, tile))
-
-
-def _words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
-    """The words that `key_masks.spans` holds for a work tile's head."""
-    spans = ctx.refs.key_spans
-    batches, heads, words = spans.shape
-    batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
-    return tuple(spans[batch, head, n] for n in range(words))
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -46,15 +23,15 @@ def never_empty(problem: AttentionProblem) -> bool:
     return problem.mask.is_full and set(problem.arrays) <= {"mask_array", "bias", "sinks"}
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` within what a mask of keys leaves."""
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` within what a mask of keys leaves."""
 
     never_empty = staticmethod(never_empty)
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, ...]:
         """Words of the visible kv tiles, and a run of whole ones."""
-        return _words_of(ctx, tile_scheduler.work_tile(ctx, code))
+        return key_masks.words_of(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
     def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> tuple[Index, ...]:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention import block_tables, tile_lists, tile_scheduler
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
+from pallas_attn.kernels.attention.tile_scheduler import Turn
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import block_tables, tile_scheduler, warpgroups
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn
+from pallas_attn.kernels.flash_fwd import warpgroups
 from pallas_attn.kernels.flash_fwd.warpgroups import Entry
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index
@@ -35,7 +35,7 @@ def _list_or_run(ctx: KernelContext, tile: WorkTile, count: Index, last: Index) 
     """`list_of`, of so many tiles up to `last`; it is not read where they are known to follow each
     other, as those of a band do.
     """
-    if tile_lists.are_known_runs(ctx.plan.problem, ctx.plan.list_sizes):
+    if tile_lists.are_known_runs(ctx.plan.problem, ctx.plan.tiling.list_sizes):
         return Run(last - (count - 1))
     return list_of(ctx, tile)
 
@@ -48,10 +48,8 @@ class ListedRows(NamedTuple):
     last: Index  # the last kv tile of the span
 
 
-class Ranges:
-    """`tile_scheduler.MaskRanges` of listed tiles."""
-
-    never_empty = tile_scheduler.MaskRanges.never_empty
+class Ranges(tile_scheduler.Ranges):
+    """`tile_scheduler.Ranges` of listed tiles."""
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, Index]:

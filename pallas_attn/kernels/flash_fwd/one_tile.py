@@ -16,16 +16,16 @@ from jax import lax
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits, softmax
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd import warpgroups
-from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import (
     StaticList,
     Turn,
     span_of_rows,
     work_tile,
 )
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.flash_fwd import warpgroups
+from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import wgmma
@@ -39,6 +39,12 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
     segments = "q_segment_ids" in problem.arrays
     others = others or segments or problem.dtype in ("float32", *FLOAT8)
     return not others and problem.kv_len <= block_kv
+
+
+def check(problem: AttentionProblem, block_kv: int) -> None:
+    """Raises the ValueError for a Config that makes consumers independent where they cannot be."""
+    if not takes(problem, block_kv):
+        raise ValueError(f"Config.independent must be False for {problem} and block_kv {block_kv}")
 
 
 def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
@@ -56,6 +62,9 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         for name in "kv":
             warpgroups.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
 
+    def no_keys() -> OutputSums:
+        return OutputSums.nothing(warpgroups.no_values(plan.v), ROWS)
+
     def one_tile(turn: Turn, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the work tile before.
         pl.when(turn.has_next())(lambda: load(turn.following, turn.index + 1))
@@ -66,7 +75,7 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         attend = functools.partial(_attend, ctx, rows)
         if "empty" in plan.sections:
             has_keys = rows.span.hi > rows.span.lo
-            result = lax.cond(has_keys, attend, functools.partial(warpgroups.no_keys, plan))
+            result = lax.cond(has_keys, attend, no_keys)
         else:
             result = attend()
         warpgroups.store_result(ctx, rows, result)
@@ -77,7 +86,7 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
+def _attend(ctx: KernelContext, rows: QueryRows) -> OutputSums:
     """The rows' only kv tile."""
     plan, smem, slot = ctx.plan, ctx.smem, rows.q_slot
     q, k, v = (panels.tiles(x, slot) for x in (smem.q, smem.k, smem.v))
@@ -89,5 +98,5 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, plan.logit_rules.unit, nothing, empty_ok=True, offset=offset)
     p = warpgroups.widened(new.p.astype(plan.v.dtype), v)
-    acc = wgmma.add_value_panels(warpgroups.no_keys(plan).acc, p, v)
-    return Result(acc, new.row_sum, new.row_max)
+    acc = wgmma.add_value_panels(warpgroups.no_values(plan.v), p, v)
+    return OutputSums(acc, new.row_sum, new.row_max)

@@ -6,22 +6,20 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.mosaic import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang.types import Barrier, SmemRef
 
-claims = Special("kernels.flash_fwd.claims")
+claims = Special("kernels.attention.claims")
 documents = Special("kernels.flash_fwd.documents")
 fetch = Special("kernels.flash_fwd.fetch")
 score_tiles = Special("kernels.attention.score_tiles")
 
-SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 SLOTS_APART = 2  # work tiles in shared memory of a consumer that takes its own: `one_tile`
-BARRIERS = 1024  # bytes kept for barriers and for alignment
 
 
 class Smem(NamedTuple):
@@ -62,7 +60,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         segments = documents.scratch(q_tiles, *ring)
     if problem.fetches > 1:
         fetched = fetch.scratch()
-    if plan.independent:
+    if config.independent:
         return _of_consumers_apart(plan, out_widths)
     if plan.order.claims:
         claimed = claims.scratch()

@@ -54,8 +54,16 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import (
+    key_masks,
+    softmax,
+    tile_logits,
+    tile_scheduler,
+    tiles,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ForwardRefs,
     KernelContext,
@@ -64,12 +72,11 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, sm80, tile_scheduler
+from pallas_attn.kernels.flash_fwd import sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 TILE = 128  # rows of a q tile: lanes of tensor memory
@@ -91,9 +98,6 @@ class Config:
     stages: int = 2  # kv tiles in the rings of K and V
     rescale_threshold: float = softmax.RESCALE_THRESHOLD  # log2 units that a maximum may lag behind
     polynomials: int = 1  # chunks of 32 columns of a kv tile whose exponentials are polynomials
-
-    # Fields that other kernels tune: one block a work tile, ordered by `heads_of_l2_group`.
-    grid = l2_heads = 0
 
     def __post_init__(self) -> None:
         chunks = self.block_kv // CHUNK
@@ -138,7 +142,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     together = problem.mask_program is not None or "q_segment_ids" in problem.arrays
     span_rows = rows if together else TILE  # lists and records of segments are a work tile's
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, block, span_rows)
-    order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
+    order = Distribution.of(problem, tiling, (0, 0))
     return QueryPlan(problem, config, tiling, order, LogitRules.of(problem, block))
 
 
@@ -435,7 +439,7 @@ def _softmax_of_tile(block: Block, n: int, t: Index, rows: Rows, *, masked: bool
     for number, start in enumerate(starts):
         facts = (key + start, tile.q_offset, tile.kv_len, tile.mask)
         place = LogitTile(*where, *facts, q_axis=0, layout=NATIVE)
-        logits = score_mod.logits_and_slope(block.ctx, place, chunks[number], masked)
+        logits = tile_logits.logits_and_slope(block.ctx, place, chunks[number], masked)
         chunks[number] = logits[0]
     peak = functools.reduce(jnp.maximum, [x.max(axis=1) for x in chunks])
     row_max = softmax.raise_to(peak, unit, rows.row_max, config.rescale_threshold)
@@ -601,7 +605,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         lengths = jnp.asarray(inputs.kv_lengths)
         fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)
     refs = sm80.operands(plan, inputs, fields)
-    return key_mask_ranges.with_spans(KernelContext(plan, refs))
+    return key_masks.with_spans(KernelContext(plan, refs))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -8,7 +8,7 @@ tile, so warps synchronise only where shared memory changes owners. Several bloc
 multiprocessor: the softmax of one runs while another has the tensor cores.
 
 Kv tiles are taken from the last to the first, as in sm90.py; masks, softmax and schedule are the
-same code. Where a row max is raised the output is rescaled at once (`softmax.step_and_rescale`), so
+same code. Where a row max is raised the output is rescaled at once (`_step_and_rescale`), so
 that nothing but arithmetic stands between exponents and the matmuls with V, and they overlap.
 
 Shared memory holds q, from where the output leaves too (mma/epilogue.py), and `stages` tiles of K
@@ -34,7 +34,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -44,16 +43,20 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     functions,
-    score_mod,
+    key_masks,
     segment_spans,
     sm80_column_stream,
     sm80_common,
     softmax,
+    tile_logits,
+    tile_scheduler,
     tiles,
     tma_operands,
     wide_heads,
 )
-from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
+from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -62,13 +65,19 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns, tile_scheduler
+from pallas_attn.kernels.flash_fwd import documents, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import epilogue, mma_sync, row_numbers
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    Operand,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
+from pallas_attn.kernels.mma import epilogue, mma_sync, store_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +90,6 @@ class Config:
     q_in_registers: bool = False
     columns_before_v: int = 32  # multiplied before V is loaded, where stages is 1
     columns: int = 0  # columns of q, k and v in shared memory at a time; 0: all
-
-    grid = l2_heads = 0  # one block a work tile, in the order of `heads_of_l2_group`
 
     def __post_init__(self) -> None:
         by_columns = self.row_blocks == 1 and not self.q_in_registers
@@ -130,7 +137,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of a block's query rows, all of which take the same kv tiles."""
     form = MmaFormat(problem, config.columns)
-    return QueryPlan.of(problem, config, ROWS * config.warpgroups, form)
+    return QueryPlan.of(problem, config, span_rows=ROWS * config.warpgroups, form=form)
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -260,14 +267,40 @@ def _step(
         s = mma_sync.scores(*matrix)
     if config.stages == 1:
         copy_async(copy(t - 1, "k"), pending=0)
-    logits = score_mod.logits(ctx, rows, t, s, masked)
+    logits = tile_logits.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
-    new, (acc, row_sum) = softmax.step_and_rescale(
+    new, (acc, row_sum) = _step_and_rescale(
         logits, plan.logit_rules.unit, sums.row_max, (sums.acc, sums.row_sum), empty_ok=empty_ok
     )
     p = mma_sync.terms_of(new.p, terms, smem.v.dtype)
     acc = mma_sync.matmul_add(acc, p, smem.v, slot, form.v_width)
     return OutputSums(acc, row_sum + new.row_sum, new.row_max)
+
+
+def _step_and_rescale(
+    logits: RegisterTile,
+    unit: float | None,
+    row_max: RegisterTile,
+    older: RegisterTiles,
+    *,
+    empty_ok: bool,
+) -> tuple[softmax.Step, Any]:
+    """`softmax.next_step` and `softmax.rescaled` in one branch, which few tiles take. After it come
+    exponents, and nothing that separates them from the matmuls that follow. Nothing is left to
+    rescale: the step's `rescale` is None.
+    """
+    peaks = softmax.peaks_of(logits, unit)
+    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
+    moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
+
+    def raised():
+        higher = softmax.raise_to(logits.max(axis=1), unit, row_max)
+        rescale = jnp.exp2(row_max - softmax.base_of(higher, empty_ok))
+        return higher, softmax.scaled(older, rescale)
+
+    row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
+    p, row_sum = softmax.exponentials_and_sums(logits, unit, softmax.base_of(row_max, empty_ok))
+    return softmax.Step(p, row_max, None, row_sum, moved), older
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
@@ -281,15 +314,9 @@ def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
     acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), sums.acc)
     if tile.q_len is not None:
-        inside = mosaic.positions(lse.shape, 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(
-            refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.tiling.tile_rows)], lse
-        )
-    else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
     return acc
 
 
@@ -349,18 +376,13 @@ def span_of(ctx: KernelContext, tile: WorkTile, rows: Index | None = None) -> Sp
     """The kv tiles of so many rows from `tile.row` on, those of the work tile as a rule; lo == hi
     == 0 where there is none.
     """
-    plan, refs, _ = ctx
+    plan = ctx.plan
     rows = plan.tiling.tile_rows if rows is None else rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
     span = plan.span(tile.mask, tile.q_offset + tile.row, rows, tile.kv_len)
-    if plan.has("q_segment_ids"):
-        unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
-        span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.skips_keys:
-        span = span.within(key_mask_ranges.visible_tiles(ctx, tile))
-    elif plan.has("mask_array"):
-        span = span._replace(full_hi=span.full_lo)
+    visible = key_masks.visible_tiles(ctx, tile) if plan.skips_keys else None
+    span = segment_spans.narrowed(ctx, tile, span, visible)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
 
 
@@ -410,7 +432,7 @@ def launched(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )
-    results: tuple[jax.Array, jax.Array] = call(key_mask_ranges.with_spans(ctx))
+    results: tuple[jax.Array, jax.Array] = call(key_masks.with_spans(ctx))
     return results
 
 

@@ -8,11 +8,12 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, softmax
+from pallas_attn.kernels.attention import sm80_column_stream, softmax, tile_logits
 from pallas_attn.kernels.attention.sm80_column_stream import HeadRows, Product, Stream
-from pallas_attn.kernels.attention.sm80_common import OutputSums, over_kv_tiles
+from pallas_attn.kernels.attention.sm80_common import over_kv_tiles
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import mma_sync
 
@@ -51,7 +52,7 @@ def _step(
     """Kv tile t."""
     plan = ctx.plan
     chunks = stream.step(rows.span.hi - 1 - t, t, t - 1)
-    logits = score_mod.logits(ctx, rows, t, chunks.scores(), masked)
+    logits = tile_logits.logits(ctx, rows, t, chunks.scores(), masked)
     empty_ok = masked or plan.logit_rules.adds
     new = softmax.step(logits, plan.logit_rules.unit, sums.row_max, empty_ok=empty_ok)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))

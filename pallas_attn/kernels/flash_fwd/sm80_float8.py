@@ -20,13 +20,15 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
-    score_mod,
     sm80_common,
     softmax,
+    tile_logits,
     tiles,
     tma_operands,
 )
-from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
+from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import (
     float8_mainloop,
@@ -35,7 +37,6 @@ from pallas_attn.kernels.flash_fwd import (
 )
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS, SPREAD, Factors
 from pallas_attn.kernels.flash_fwd.sm80 import ForwardSmem
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index
@@ -51,7 +52,6 @@ class Config:
 
     block_kv: int = 64  # keys of a kv tile
 
-    grid = l2_heads = 0  # one block a work tile
     warpgroups = stages = 1
     float32_sums = True
     columns = 0
@@ -76,7 +76,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan, in which q and k have a 16-bit number for two float8."""
     dim = tma_operands.round_up(problem.head_dim, LINE) // 2
     paired = dataclasses.replace(problem, dtype="bfloat16", head_dim=dim)
-    return QueryPlan.of(paired, config, ROWS, MmaFormat(paired))
+    return QueryPlan.of(paired, config, form=MmaFormat(paired))
 
 
 def scratch(plan: QueryPlan) -> ForwardSmem:
@@ -146,7 +146,7 @@ def _step(
     s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kind, kind))
     copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)
     s, unit = factors.of_scores(t, None, s, of_keys)
-    logits = score_mod.logits(ctx, rows, t, s, masked)
+    logits = tile_logits.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
     new = softmax.next_step(logits, unit, sums.row_max, empty_ok=empty_ok, exponents=EXPONENTS)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))

@@ -46,7 +46,6 @@ files of their own (`Special`, below), which are imported where they are needed.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,25 +58,26 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tiles, tma_operands
+from pallas_attn.kernels.attention import tile_scheduler, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import (
+    MOST_STAGES,
+    Distribution,
+    QueryPlan,
+    Turn,
+    work_tile,
+)
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
     KernelContext,
     QueryTiling,
 )
-from pallas_attn.kernels.flash_fwd import (
-    shared_memory,
-    sm90_defaults,
-    tile_scheduler,
-    warpgroups,
-)
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
+from pallas_attn.kernels.flash_fwd import shared_memory, sm90_defaults, warpgroups
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
     GmemRef,
@@ -89,10 +89,11 @@ documents = Special("kernels.flash_fwd.documents")  # segment ids
 functions = Special("kernels.attention.functions")  # functions of positions
 linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
-block_tables = Special("kernels.flash_fwd.block_tables")  # heads of a group in a work tile
+block_tables = Special("kernels.attention.block_tables")  # heads of a group in a work tile
 key_mask_ranges = Special("kernels.flash_fwd.key_mask_ranges")  # masks of keys
+key_masks = Special("kernels.attention.key_masks")
 score_tiles = Special("kernels.attention.score_tiles")  # bias and mask_array by tiles
-claims = Special("kernels.flash_fwd.claims")  # long documents; K and V of a head beyond L2
+claims = Special("kernels.attention.claims")  # long documents; K and V of a head beyond L2
 fetch = Special("kernels.flash_fwd.fetch")  # K and V in the memory of other GPUs
 fetch_producer = Special("kernels.flash_fwd.fetch_producer")
 float32_mainloop = Special("kernels.flash_fwd.float32_mainloop")  # in terms of 16 bits
@@ -102,7 +103,6 @@ batch_rows = Special("kernels.flash_fwd.batch_rows")  # several batch rows in a 
 
 # Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
-MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Config:
     block_kv: int = 128  # keys of a kv tile
     stages: int = 2  # entries of the ring of K and V
     l2_heads: int = 0  # heads whose work tiles are taken together; 0: `heads_of_l2_group`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
@@ -147,7 +147,7 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The fastest on an H200 of those that fit in registers and shared memory."""
-        return sm90_defaults.config_of(problem, sm90_defaults.Kernel(cls, smem_bytes))
+        return sm90_defaults.config_of(problem, sm90_defaults.Configs(cls, smem_bytes))
 
 
 @functools.lru_cache(maxsize=256)
@@ -157,13 +157,13 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         plan = plan_of(problem, dataclasses.replace(config, heads_together=False))
         with_heads: QueryPlan = block_tables.with_heads(dataclasses.replace(plan, config=config))
         return with_heads
-    linear, claimed, independent, rows_apart = False, False, False, None
+    linear, claimed, rows_apart = False, False, None
     if config.batch_rows > 1:
         problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
+    rows, lists = ROWS * config.warpgroups, 1
     if config.independent:
-        independent = one_tile.takes(problem, config.block_kv)
-    # A list of work tiles is a block's, or a consumer's.
-    rows, lists = (ROWS, config.warpgroups) if independent else (ROWS * config.warpgroups, 1)
+        one_tile.check(problem, config.block_kv)
+        rows, lists = ROWS, config.warpgroups  # a list of work tiles is a consumer's
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         linear = problem.dtype not in FLOAT8 and linear_scores.takes(problem)
@@ -179,22 +179,24 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=() if independent else _score_tiles_of(problem, config),
+        score_tiles=() if config.independent else _score_tiles_of(problem, config),
+        claimed_order=claims.schedule if claimed else None,
         busy_before=fetch.busy_before if problem.fetches > 1 else None,
         panels=tma_operands.takes_panels(problem),
-        independent=independent,
         rows_apart=rows_apart,
     )
 
 
-def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
+def _work_tiles_of(
+    problem: AttentionProblem, claimed: bool
+) -> tuple[tile_scheduler.WorkTiles, tile_scheduler.WorkTiles]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
     if claimed:
         return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
     return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
 
 
-def _ranges_of(problem: AttentionProblem) -> Any:
+def _ranges_of(problem: AttentionProblem) -> type[tile_scheduler.Ranges]:
     """The class that decides which kv tiles a work tile needs."""
     if problem.mask_program is not None:
         return listed.Ranges
@@ -202,10 +204,10 @@ def _ranges_of(problem: AttentionProblem) -> Any:
         return documents.Ranges
     if problem.masks_keys:
         return key_mask_ranges.Ranges
-    return tile_scheduler.MaskRanges
+    return tile_scheduler.Ranges
 
 
-def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], None]:
+def _producer_of(problem: AttentionProblem) -> tile_scheduler.Produce:
     if problem.fetches > 1:
         return fetch_producer.produce
     if problem.mask_program is not None:
@@ -213,7 +215,7 @@ def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], 
     return warpgroups.produce
 
 
-def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple[Result, Index]]:
+def _mainloop_of(problem: AttentionProblem) -> tile_scheduler.Mainloop:
     if problem.dtype in FLOAT8:
         return float8_mainloop.mainloop
     if problem.dtype == "float32":
@@ -270,8 +272,10 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
 
 def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a block."""
-    plan, smem = ctx.plan, ctx.smem
-    work_tiles, ranges, consumers = plan.consumer_tiles, plan.ranges, plan.config.warpgroups
+    plan, smem, consumers = ctx.plan, ctx.smem, ctx.plan.config.warpgroups
+    work_tiles: tile_scheduler.WorkTiles = plan.consumer_tiles
+    ranges: type[tile_scheduler.Ranges] = plan.ranges
+    mainloop: tile_scheduler.Mainloop = plan.mainloop
     double_buffered = smem.q_ready.shape[0] > consumers
     may_be_empty = "empty" in plan.sections and not ranges.never_empty(plan.problem)
 
@@ -293,16 +297,15 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         plgpu.barrier_wait(smem.q_ready.at[q])
         (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
 
-        def attend(slot: Index) -> tuple[Result, Index]:
+        def attend(slot: Index) -> tuple[OutputSums, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
+            result, slot = mainloop(ctx, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
-        def skip(slot: Index) -> tuple[Result, Index]:
-            return warpgroups.no_keys(plan), _release_unused(
-                ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot
-            )
+        def skip(slot: Index) -> tuple[OutputSums, Index]:
+            nothing = OutputSums.nothing(warpgroups.no_values(plan.v), ROWS)
+            return nothing, _release_unused(ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot)
 
         if may_be_empty:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
@@ -343,8 +346,9 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    if plan.independent:
+    if plan.config.independent:
         return one_tile.consume(ctx, block, wg)
+    assert plan.produce is not None
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups
@@ -369,13 +373,13 @@ def run(
         scratch_types=(shared_memory.scratch(plan),),
         grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
-        num_threads=config.warpgroups + (0 if plan.independent else 1),
+        num_threads=config.warpgroups + (0 if config.independent else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    if plan.skips_keys and not plan.independent:
-        refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
+    if plan.skips_keys and not config.independent:
+        refs = key_masks.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
     return (out, lse) if plan.rows_apart is None else batch_rows.split(out, lse, config.batch_rows)

@@ -9,15 +9,15 @@ from jax.experimental.pallas import cdiv
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
+from pallas_attn.kernels.attention import tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, STEP_OVERHEAD
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 
 batch_rows = Special("kernels.flash_fwd.batch_rows")
-block_tables = Special("kernels.flash_fwd.block_tables")
-claims = Special("kernels.flash_fwd.claims")
+block_tables = Special("kernels.attention.block_tables")
+claims = Special("kernels.attention.claims")
 one_tile = Special("kernels.flash_fwd.one_tile")
 tile_lists = Special("kernels.attention.tile_lists")
 
@@ -30,10 +30,10 @@ HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds th
 Config = Any  # `sm90.Config`
 
 
-class Kernel(NamedTuple):
-    """The kernel, `sm90`: how a Config is made, and the shared memory that it takes."""
+class Configs(NamedTuple):
+    """How a Config of `sm90` is made, and the shared memory that it takes."""
 
-    config: Callable[..., Config]
+    make: Callable[..., Config]
     smem_bytes: Callable[[AttentionProblem, Config], int]
 
     def has_room(self, problem: AttentionProblem, config: Config) -> bool:
@@ -41,18 +41,18 @@ class Kernel(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def config_of(problem: AttentionProblem, kernel: Kernel) -> Config:
+def config_of(problem: AttentionProblem, configs: Configs) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
-        return _float32(problem, kernel)
+        return _float32(problem, configs)
     if problem.dtype in FLOAT8:
-        return _with_room(problem, kernel, _float8(problem, kernel.config))
-    config = _of_16_bits(problem, kernel)
+        return _with_room(problem, configs, _float8(problem, configs.make))
+    config = _of_16_bits(problem, configs)
     in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
-    return _with_room(problem, kernel, config) if in_tiles else config
+    return _with_room(problem, configs, config) if in_tiles else config
 
 
-def _with_room(problem: AttentionProblem, kernel: Kernel, config: Config) -> Config:
+def _with_room(problem: AttentionProblem, configs: Configs, config: Config) -> Config:
     """`config` with fewer stages, keys or consumers, where bias and mask_array need the room."""
     tiles = ((config.block_kv, config.stages), (64, max(config.stages, 4)))
     choices = (
@@ -62,17 +62,17 @@ def _with_room(problem: AttentionProblem, kernel: Kernel, config: Config) -> Con
         for stages in range(most, 1, -1)
     )
     last = dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
-    fitting = (choice for choice in choices if kernel.has_room(problem, choice))
+    fitting = (choice for choice in choices if configs.has_room(problem, choice))
     return next(fitting, last)
 
 
-def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
+def _of_16_bits(problem: AttentionProblem, configs: Configs) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
-        return block_tables.config_of(problem, functools.partial(kernel.config, l2_heads=l2_heads))
+        return block_tables.config_of(problem, functools.partial(configs.make, l2_heads=l2_heads))
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
-    made = functools.partial(kernel.config, l2_heads=l2_heads, claims=claimed)
+    made = functools.partial(configs.make, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
     most = ROWS * (4 if dim <= 64 else 3)  # rows of the largest work tile
@@ -91,12 +91,12 @@ def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
     narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
     if narrow and dim > 128 and not bias and _fits(problem, 3):
         config = made(3, block_kv=64, stages=3)
-        if kernel.has_room(problem, config):
+        if configs.has_room(problem, config):
             return config
     if dim <= 128 or narrow:
         return made(2, block_kv=128, stages=2)
     config = made(2, block_kv=64, stages=2)
-    return config if kernel.has_room(problem, config) else dataclasses.replace(config, q_slots=1)
+    return config if configs.has_room(problem, config) else dataclasses.replace(config, q_slots=1)
 
 
 # Time of the rows of a work tile: by the largest head dim, then by the number of consumers.
@@ -112,7 +112,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     """The Config that leaves few rows and keys of its tiles, and few blocks, idle. Measured from 33
     to 2047 rows, and up to 4096 where no block takes two work tiles.
     """
-    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
+    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * MULTIPROCESSORS:
         rows = batch_rows.most_joined(problem)
         if rows > 1:
             consumers = 4 if dim <= 64 else 2
@@ -166,7 +166,7 @@ def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
     """Whether heads are so small that each consumer takes one: see `one_tile`."""
     most = 128 if dim <= 32 else 64 if dim <= 64 or problem.q_len < 56 else 0
     tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
-    return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
+    return problem.q_len <= 128 and tiles > MULTIPROCESSORS and one_tile.takes(problem, most)
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.
@@ -244,10 +244,10 @@ def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
 _FLOAT32 = ((3, 64, 3), (2, 64, 3), (2, 64, 2), (2, 32, 2), (1, 32, 2), (1, 16, 2))
 
 
-def _float32(problem: AttentionProblem, kernel: Kernel) -> Config:
+def _float32(problem: AttentionProblem, configs: Configs) -> Config:
     few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
-    configs = (kernel.config(*sizes) for sizes in _FLOAT32 if few or sizes[0] < 3)
-    return next(config for config in configs if kernel.has_room(problem, config))
+    choices = (configs.make(*sizes) for sizes in _FLOAT32 if few or sizes[0] < 3)
+    return next(config for config in choices if configs.has_room(problem, config))
 
 
 def _float8(problem: AttentionProblem, config: Callable[..., Config]) -> Config:

@@ -37,11 +37,11 @@ from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
 from pallas_attn.kernels.attention.logits import mask_columns
 from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
 from pallas_attn.kernels.flash_fwd.warpgroups import with_zeros
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows, wgmma

@@ -38,7 +38,14 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import logits, softmax, tile_scheduler, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import (
+    QueryPlan,
+    Ranges,
+    StaticList,
+    Turn,
+    work_tile,
+)
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
@@ -47,20 +54,12 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
-    BLOCKS,
-    MaskRanges,
-    QueryPlan,
-    StaticList,
-    Turn,
-    work_tile,
-)
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import row_numbers
+from pallas_attn.kernels.mma import store_rows
 
 KEYS = 64  # keys of a kv tile
 WIDTH = 128  # columns of a block of the ring
@@ -81,7 +80,7 @@ class Config(OneForAll):
 
     k_ring: int = 6  # blocks of the ring of warpgroup 2
     v_ring: int = 2  # blocks of the rings of warpgroups 0 and 1
-    grid: int = BLOCKS  # persistent blocks
+    grid: int = MULTIPROCESSORS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
     block_kv, warpgroups = KEYS, 1  # a work tile has one warpgroup of rows
@@ -175,9 +174,13 @@ def scratch(plan: QueryPlan) -> WideSmem:
     )
 
 
+def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
+    return QueryPlan.of(problem, config, (config.grid, config.l2_heads))
+
+
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = mosaic.bytes_of(scratch(QueryPlan.of(problem, config)))
-    return buffers + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
+    buffers = mosaic.bytes_of(scratch(plan_of(problem, config)))
+    return buffers + mosaic.BARRIERS + mosaic.REDUCTION_BYTES
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _value_blocks(
 
 def _rows_of(ctx: KernelContext, turn: Turn) -> QueryRows:
     """The rows of a work tile, with the span of kv tiles that they need; hi <= lo: none."""
-    return MaskRanges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None)[1]
+    return Ranges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None, None)[1]
 
 
 def _count(span: Span) -> Index:
@@ -408,16 +411,13 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
     sink = None if refs.sinks is None else refs.sinks[tile.head]
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
     if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
+        lse, _ = softmax.without_dead_rows(lse, (), rows.row, tile.q_len)
     pl.when(turn.index > 0)(lambda: plgpu.barrier_wait(smem.factor_free))
     smem.factor[...] = factor
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.factor_ready)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def run(
     """
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
-    plan = QueryPlan.of(problem, config)
+    plan = plan_of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     out_type = (
         shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),

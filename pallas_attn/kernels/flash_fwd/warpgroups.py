@@ -8,16 +8,17 @@ work tile of n kv tiles has n + 1 entries, the first without V and the last with
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.special import Special
-from pallas_attn.kernels.attention import logits, softmax, tiles
+from pallas_attn.kernels.attention import logits, softmax, tile_scheduler, tiles
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -28,7 +29,6 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import shared_memory
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
@@ -39,7 +39,10 @@ from pallas_attn.kernels.lang.types import (
     RegisterTiles,
     SmemRef,
 )
-from pallas_attn.kernels.mma import row_numbers, wgmma
+from pallas_attn.kernels.mma import store_rows, wgmma
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_fwd.alternation import Alternation
 
 score_tiles = Special("kernels.attention.score_tiles")
 
@@ -48,7 +51,7 @@ class Loaded(NamedTuple):
     """The state of a producer from work tile to work tile."""
 
     count: Index  # entries of the ring
-    record: Any  # read ahead of the work tile at hand: see `tile_scheduler.MaskRanges`
+    record: Any  # read ahead of the work tile at hand: see `tile_scheduler.Ranges`
     claim: Any = None  # the next work tile's code, where it is claimed among entries: `claims`
 
 
@@ -56,7 +59,9 @@ def produce(ctx: KernelContext, block: Index, load: Callable[..., Any] | None = 
     """K and V of all work tiles of a block, in the order in which consumers use them. `load`: loads
     the entries of a work tile in place of `load_entries`.
     """
-    load, work_tiles, ranges = load or load_entries, ctx.plan.producer_tiles, ctx.plan.ranges
+    load = load or load_entries
+    work_tiles: tile_scheduler.WorkTiles = ctx.plan.producer_tiles
+    ranges: type[tile_scheduler.Ranges] = ctx.plan.ranges
 
     def one_tile(turn: Turn, loaded: Loaded) -> Loaded:
         tile = work_tile(ctx, turn.code)
@@ -83,8 +88,8 @@ def load_entries(
         last, t = hi - lo, hi - 1 - e
         slot = ring.acquire(count)
         load_entry(ctx, tile, Entry(e, last, t, t + 1), slot)
-        if turn.claim_index is not None:
-            claim = ctx.plan.producer_tiles.claim_among_entries(ctx, turn, e, claim)
+        if turn.claim_next is not None:
+            claim = turn.claim_next(e, claim)
         return count + 1, claim
 
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -188,8 +193,6 @@ def copy_rows(
 
 # ---- consumers: their rows of q ------------------------------------------------------------------
 
-Work = Callable[[], None] | None  # further work during a matmul
-
 
 def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
@@ -213,52 +216,38 @@ class State(NamedTuple):
     p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
 
 
-class Result(NamedTuple):
-    """The state of rows when all of their keys have been taken."""
-
-    acc: RegisterTiles
-    row_sum: RegisterTile
-    row_max: RegisterTile
-
-
-def _no_values(v: OperandFormat) -> RegisterTiles:
+def no_values(v: OperandFormat) -> RegisterTiles:
     """The accumulator of the output, or that of each panel."""
     if v.panels:
         return tuple([mosaic.filled((ROWS, width), 0.0) for width in v.panels])
     return mosaic.filled((ROWS, v.width), 0.0)
 
 
-def no_keys(plan: Any) -> Result:
-    """The result of rows that need no kv tile."""
-    acc = _no_values(plan.v)
-    row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
-    return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
-
-
 def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
-    meanwhile: Work,
-    turns: Any = None,
-) -> tuple[Result, Index]:
-    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
-    some are fetched, a whole one may be another than its number says: nothing reads that then.
-    `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
-    matmuls in turn (`take`, `give`); None: whenever they can.
+    meanwhile: Meanwhile,
+    alternation: "Alternation | None" = None,
+) -> tuple[OutputSums, Index]:
+    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Kv
+    tiles that are fetched from other GPUs may come in another order: then nothing reads the number
+    of one that needs no mask.
+    `meanwhile`: further work, done under the first matmul. `alternation`: how two consumers
+    issue their matmuls; None: each whenever it can.
     """
     ring, smem = Ring.of(ctx), ctx.smem
     state = _first_tile(ctx, rows, slot, meanwhile)
-    step = functools.partial(_step, ctx, rows, turns)
+    step = functools.partial(_step, ctx, rows, alternation)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     v = panels.tiles(smem.v, slot)
     acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
     ring.release(slot)
-    return Result(acc, state.row_sum, state.row_max), ring.after(slot)
+    return OutputSums(acc, state.row_sum, state.row_max), ring.after(slot)
 
 
-def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
+def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Meanwhile) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
@@ -281,13 +270,13 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Wor
     new = softmax.step(s, unit, nothing, empty_ok=True, offset=offset)
     p = new.p.astype(ctx.plan.v.dtype)
     p = with_zeros(p, block) if keys < block else p
-    return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
+    return State(no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
 def _step(
     ctx: KernelContext,
     rows: QueryRows,
-    turns: Any,
+    alternation: "Alternation | None",
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -296,16 +285,16 @@ def _step(
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
+    if alternation is not None:
+        alternation.take()
     q = panels.tiles(smem.q, rows.q_slot)
     k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
         wgmma.score_panels(scores, q, k)
         wgmma.value_panels(out, widened(state.p, v), v)
-        if turns is not None:
-            turns.give()
+        if alternation is not None:
+            alternation.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, offset = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
@@ -317,10 +306,7 @@ def _step(
             offset=offset,
         )
 
-    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
+    like = softmax.Step.like(k[0].shape[0], state.row_max, state.row_sum, slot)
     acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
@@ -349,24 +335,23 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # whole tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
 
-    def loop(begin: Index, end: Index, masked: bool | None, carry: Carry) -> Any:
-        def body(i: Index, carry: Carry) -> Any:
-            return step((low, high), masked, -1 - i, carry)
-
-        return lax.fori_loop(-begin, -end, body, carry)  # loops count up
+    def counted(masked: bool | None, i: Index, carry: Carry) -> Any:
+        return step((low, high), masked, -1 - i, carry)  # loops count up
 
     if plan.one_loop:
-        return loop(first, span.lo, None, carry)
+        return lax.fori_loop(-first, -span.lo, functools.partial(counted, None), carry)
     if "high" in plan.sections:
-        carry = loop(first, high, True, carry)
-    carry = loop(high, low, False, carry)
-    return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
+        carry = lax.fori_loop(-first, -high, functools.partial(counted, True), carry)
+    carry = lax.fori_loop(-high, -low, functools.partial(counted, False), carry)
+    if "low" in plan.sections:
+        carry = lax.fori_loop(-low, -span.lo, functools.partial(counted, True), carry)
+    return carry
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
-def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
+def store_result(ctx: KernelContext, rows: QueryRows, result: OutputSums) -> None:
     """Divides by the row sums, and stores the output and the log-sum-exp."""
     plan, refs, smem = ctx
     acc, tile = result.acc, rows.tile
@@ -377,13 +362,9 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
         factor = factor * refs.units[1, tile.batch, head]
     acc = softmax.scaled(acc, factor)
     if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    else:
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+        lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
+    where = tile.batch, tile.head, rows.row
+    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
     for column, parts, staged in _parts_of_output(plan, acc, smem.out):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import functions, segment_spans, softmax, tiles, tma_operands
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.attention import (
+    functions,
+    segment_spans,
+    softmax,
+    tile_scheduler,
+    tiles,
+    tma_operands,
+)
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import GmemRef
 
 MOVING = ("q", "k", "v", "bias")  # inputs whose tangents the kernels take

@@ -24,14 +24,13 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, sm80_common, softmax
+from pallas_attn.kernels.attention import sm80_common, softmax, tile_logits, tile_scheduler
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic
@@ -55,7 +54,6 @@ class Config:
     stages: int = 2  # kv tiles in shared memory
 
     warpgroups = 1
-    grid = l2_heads = 0  # one block a work tile, in the order of `heads_of_l2_group`
 
     def __post_init__(self) -> None:
         check(
@@ -76,7 +74,7 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
-    return QueryPlan.of(problem, config, ROWS, MmaFormat(problem))
+    return QueryPlan.of(problem, config, form=MmaFormat(problem))
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -200,7 +198,7 @@ def _step(
         a, b = (getattr(smem, left), jnp.int32(0)), (getattr(smem, right), first)
         return mma_sync.scores(a, b, sizes, form.terms, (before, 0, sizes[2]))
 
-    p, slope = score_mod.probabilities(ctx, tile, product("q", "k"), lse, masked)
+    p, slope = tile_logits.probabilities(ctx, tile, product("q", "k"), lse, masked)
     weights, s_dot = ([p] if "v" in problem.tangents else []), None
     for left, right in operands.score_products(problem):
         s_dot = product(left, right, s_dot)

@@ -32,13 +32,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import logits, softmax, tile_logits, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -50,12 +50,11 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.producer import load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -67,8 +66,6 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
-BARRIERS = 1024  # bytes kept for barriers and for alignment
 REGISTERS = {1: 240, 2: 240, 3: 160}  # registers of a consumer's thread, by number of consumers
 
 
@@ -80,7 +77,7 @@ class Config:
     block_kv: int = 64  # keys of a kv tile
     stages: int = 2  # entries of each ring
     l2_heads: int = 0  # heads whose work tiles are taken together; 0: `heads_of_l2_group`
-    grid: int = 132  # blocks; 0: one a work tile
+    grid: int = MULTIPROCESSORS  # blocks; 0: one a work tile
 
     def __post_init__(self) -> None:
         check(
@@ -108,7 +105,7 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
-    plan = QueryPlan.of(problem, config)
+    plan = QueryPlan.of(problem, config, (config.grid, config.l2_heads))
     return dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
 
 
@@ -295,7 +292,7 @@ def _weights(
     problem = ctx.plan.problem
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     s, slope = masked_logits(ctx, rows, t, s)
-    p = score_mod.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
+    p = tile_logits.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
     left: list[RegisterTile] = [p] if "v" in problem.tangents else []
     moved = weighted_tangent_of_logits(ctx, rows, t, accs[1:], (p, slope))
     if moved is not None:
@@ -342,7 +339,7 @@ def masked_logits(
     plan, slope, logit_tile = ctx.plan, None, _logit_tile(ctx, rows, t)
     if plan.logit_rules.unit is None:
         s, slope = logits.scaled(ctx, logit_tile, s)
-    mask = functools.partial(score_mod.apply_mask, ctx, logit_tile)
+    mask = functools.partial(tile_logits.apply_mask, ctx, logit_tile)
     if not (plan.is_listed or plan.has("q_segment_ids")):
         own = QueryRows(rows.tile, rows.row, rows.wg, rows.span)
         mask = functools.partial(logits.mask_rows, ctx, own, t, None)

@@ -1,5 +1,6 @@
-"""Compatibility layer over Mosaic GPU for kernels that work on tiles: whatever depends on the JAX
-version, or on the CPU interpreter, is said here and once.
+"""The layer over Mosaic GPU for kernels that work on tiles: layouts, loads and stores, launches,
+inline machine code with its twin in NumPy for the CPU interpreter, and Hopper's sizes. Of these
+operations, those that depend on the JAX version are made to look alike here.
 
 Kernels that reach other GPUs import `peer_memory`, and programs of single threads `thread_program`.
 """
@@ -21,6 +22,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.lang.asm import Int, give, i32
 from pallas_attn.kernels.lang.types import (
     DType,
@@ -33,6 +35,11 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 
+# Hopper's: bytes of shared memory that a block may have, of which so many are kept for barriers and
+# for alignment; and blocks of a persistent kernel, one a multiprocessor.
+SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
+BARRIERS = 1024
+MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 THREADS = 128  # threads of a warpgroup
 REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
@@ -200,9 +207,12 @@ def inline(
     args: Sequence[Any],
     types: Sequence[Any],
     result: Any,
+    *,
+    traced: bool = False,
 ) -> Any:
-    """`code(*args)` in MLIR on the GPU, `twin(*args)` in NumPy under the interpreter. `types`:
-    layouts of registers, `plgpu.RefType` of refs. Code has what is `SCALAR` as an `Int`.
+    """`code(*args)` in MLIR on the GPU, `twin(*args)` in NumPy under the interpreter; `traced`: in
+    jax.numpy, of values alone. `types`: layouts of registers, `plgpu.RefType` of refs. Code has
+    what is `SCALAR` as an `Int`.
     """
 
     def run(context, *values):
@@ -213,7 +223,7 @@ def inline(
         return Int(value.registers.item()) if kind is SCALAR else value
 
     known: Any = run
-    known.twin = twin
+    setattr(known, "values" if traced else "twin", twin)
     return plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)(known)(*args)
 
 
@@ -282,7 +292,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     a matmul. The interpreter, which has no warps, answers for all rows at once.
     """
 
-    def vote(_, tile):
+    def vote(tile):
         numbers = [
             vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
             for register in tile.registers.flat
@@ -299,10 +309,11 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
         answer = give(i32(), ptx, [above], "=r,r")
         return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
 
-    inline: Any = vote
-    inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
+    def twin(x):
+        return (x > bound).any().astype(jnp.int32)
+
     layout = layout or (TILE if numbers.ndim == 2 else ROW)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=NUMBER)(inline)(numbers)
+    return inline(vote, twin, (numbers,), (layout,), NUMBER, traced=True)
 
 
 def grid_of(**axes: int) -> dict[str, Any]:

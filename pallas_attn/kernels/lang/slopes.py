@@ -1,10 +1,7 @@
 """Slopes along the columns of a tile, as numbers in the instructions."""
 
-from typing import Any
-
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -22,7 +19,7 @@ def add_slopes(s: jax.Array, slope: jax.Array) -> jax.Array:
     more, and spilled. Here a logit takes one multiply-add.
     """
 
-    def code(_, s, slope):
+    def code(s, slope):
         registers, own = (
             s.registers.copy(),
             [vector.extract(r, [], [0]) for r in slope.registers.flat],
@@ -36,12 +33,10 @@ def add_slopes(s: jax.Array, slope: jax.Array) -> jax.Array:
             registers[np.unravel_index(at, registers.shape)] = pair
         return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
 
-    def values(s, slope):
+    def twin(s, slope):
         column = jnp.arange(s.shape[1])[None] // COLUMNS * COLUMNS
         return s + slope[:, None] * column.astype(jnp.float32)
 
-    inline: Any = code
-    inline.values = values  # the interpreter runs this
     result = mosaic.tile_type(s.shape, jnp.float32, layout=mosaic.TILE)
-    call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, mosaic.ROW), return_type=result)
-    return call(inline)(s, slope)
+    types = mosaic.TILE, mosaic.ROW
+    return mosaic.inline(code, twin, (s, slope), types, result, traced=True)

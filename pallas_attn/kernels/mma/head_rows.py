@@ -5,11 +5,8 @@ Of a warpgroup's 64 rows a thread has numbers 16 w + l / 4 and 8 more, w its war
 one head of two neighbouring query rows.
 """
 
-from typing import Any
-
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -78,7 +75,7 @@ def mask_queries(s: RegisterTile, low: RegisterTile, high: RegisterTile) -> Regi
     heads, which lie in a thread's pairs of columns.
     """
 
-    def code(_, s, low, high):
+    def code(s, low, high):
         low, high = (
             [asm.number_of(register) for register in x.registers.flat] for x in (low, high)
         )
@@ -95,15 +92,13 @@ def mask_queries(s: RegisterTile, low: RegisterTile, high: RegisterTile) -> Regi
             registers[np.unravel_index(at, registers.shape)] = pair
         return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
 
-    def values(s, low, high):  # run by the interpreter
+    def twin(s, low, high):
         query = jnp.arange(s.shape[1])[None] // HEADS
         return jnp.where((query >= low[:, None]) & (query < high[:, None]), s, -jnp.inf)
 
-    inline: Any = code
-    inline.values = values
     result = mosaic.tile_type(s.shape, jnp.float32, layout=mosaic.TILE)
     types = mosaic.TILE, mosaic.ROW, mosaic.ROW
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(s, low, high)
+    return mosaic.inline(code, twin, (s, low, high), types, result, traced=True)
 
 
 def query_rows() -> jax.Array:

@@ -251,12 +251,11 @@ def load_row_totals(ref: SmemRef, rows: int, op: str) -> RegisterTile:
 
 
 def sync_row_pair() -> None:
-    """A barrier of the two warps that have the same rows."""
+    """A barrier of the two warps of a block of one warpgroup that have the same rows."""
 
     def code():
         high, _, _ = TWO_BY_TWO.place()
-        number = high + BARRIER
-        asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
+        asm.do(f"bar.sync $0, {2 * 32};", [(high + BARRIER).value], "r")
 
     mosaic.inline(code, lambda: None, (), (), None)
 

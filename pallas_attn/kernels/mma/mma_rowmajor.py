@@ -620,39 +620,3 @@ def store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
     words = [arith.bitcast(asm.i32(), x) for x in values]
     operands = [arith.extui(asm.i32(), there), asm.shared_address(ref, index, 16), *words]
     asm.do(ptx, operands, "r,r,r,r,r,r")
-
-
-def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
-    """Adds a float32 tile in registers to piece `number` of a vector in global memory, by atomic
-    adds of 16 bytes, in the order in which threads hold it; does nothing where `where` is 0.
-    """
-    slots = tile.size // 4  # slots of 16 bytes: two columns of two rows, neighbouring registers
-
-    def code(ref, number, tile, where):
-        registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
-        i64 = ir.IntegerType.get_signless(64)
-        thread = threads.Thread().index.value
-        begin = arith.muli(arith.extsi(i64, number.value), utils.c(slots, i64))
-        slot = arith.addi(begin, arith.extui(i64, thread))
-        sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
-        address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
-        for n in range(len(registers) // 2):
-            pair = registers[2 * n : 2 * n + 2]
-            four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [where.value, address, *four],
-                "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p red.global.add.v4.f32 "
-                f"[$1+{16 * mosaic.THREADS * n}], {{$2, $3, $4, $5}}; }}",
-                "r,l,f,f,f,f,~{memory}",
-                has_side_effects=True,
-            )
-
-    def twin(ref, number, tile, where):
-        if where:
-            # warp, row / 8, row, 8 columns, 2 columns, column
-            pieces = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-            ref[int(number) * tile.size :][: tile.size] += pieces.ravel()
-
-    types = (REF, SCALAR, mosaic.TILE, SCALAR)
-    mosaic.inline(code, twin, (ref, number, tile, where), types, None)

@@ -1,12 +1,12 @@
 """Float32 tiles in a vector in global memory, each in a piece of its own, in the order in which the
-threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` writes it, `load` reads
+threads of a warpgroup hold it: `add` adds to a piece, `store` writes it, `load` reads
 it. A piece is one of 8 columns after the other, so it is also several pieces of fewer columns.
 """
 
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.asm import Int
@@ -20,6 +20,42 @@ def _begin(ref: GmemRef, number: Int, size: int) -> ir.Value:
     thread = threads.Thread()
     start = thread.to_int64(number) * (size // 4)
     return asm.address_of(ref, start + thread.to_int64(thread.index), 16)
+
+
+def add(ref: GmemRef, number: Index, tile: RegisterTile, where: Index) -> None:
+    """Adds a float32 tile in registers to piece `number` of a vector in global memory, by atomic
+    adds of 16 bytes, in the order in which threads hold it; does nothing where `where` is 0.
+    """
+    slots = tile.size // 4  # slots of 16 bytes: two columns of two rows, neighbouring registers
+
+    def code(ref, number, tile, where):
+        registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
+        i64 = ir.IntegerType.get_signless(64)
+        thread = threads.Thread().index.value
+        begin = arith.muli(arith.extsi(i64, number.value), utils.c(slots, i64))
+        slot = arith.addi(begin, arith.extui(i64, thread))
+        sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
+        address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
+        for n in range(len(registers) // 2):
+            pair = registers[2 * n : 2 * n + 2]
+            four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [where.value, address, *four],
+                "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p red.global.add.v4.f32 "
+                f"[$1+{16 * mosaic.THREADS * n}], {{$2, $3, $4, $5}}; }}",
+                "r,l,f,f,f,f,~{memory}",
+                has_side_effects=True,
+            )
+
+    def twin(ref, number, tile, where):
+        if where:
+            # warp, row / 8, row, 8 columns, 2 columns, column
+            pieces = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+            ref[int(number) * tile.size :][: tile.size] += pieces.ravel()
+
+    types = (REF, SCALAR, mosaic.TILE, SCALAR)
+    mosaic.inline(code, twin, (ref, number, tile, where), types, None)
 
 
 def store(ref: GmemRef, number: Index, tile: RegisterTile) -> None:

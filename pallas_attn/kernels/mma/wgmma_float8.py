@@ -8,7 +8,7 @@ has 4 neighbouring columns of each 16. No numbers move between threads: each pas
 columns that it has, so the columns of P are reordered (`ORDER`), and those of V^T likewise.
 """
 
-from typing import Any
+import operator
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -37,7 +37,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
     """P float32 [64, keys] as a left operand: float8_e4m3fn, columns in `ORDER`."""
     layout = plgpu.Layout.WGMMA_8BIT
 
-    def code(_, p):
+    def code(p):
         numbers = [
             [vector.extract(register, [], [i]) for i in range(2)] for register in p.registers.flat
         ]
@@ -48,10 +48,8 @@ def probabilities(p: RegisterTile) -> RegisterTile:
                 words.append(packed([*first, *second]))
         return mosaic.array_of(words, p.shape, layout)
 
-    inline: Any = code
-    inline.values = reordered  # run by the interpreter
     result = mosaic.tile_type(p.shape, _PROBABILITIES, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(mosaic.TILE,), return_type=result)(inline)(p)
+    return mosaic.inline(code, reordered, (p,), (mosaic.TILE,), result, traced=True)
 
 
 def packed(numbers: list[ir.Value]) -> ir.Value:
@@ -71,15 +69,16 @@ def zeros(shape: tuple[int, int]) -> RegisterTile:
     starts from them, but where two matmuls share them it first writes zeros to all registers.
     """
 
-    def code(_):
+    def code():
         zero = give(ir.F32Type.get(), "mov.b32 $0, 0;", [], "=f")
         pair = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
         return mosaic.array_of([pair] * (shape[0] * shape[1] // 256), shape, mosaic.TILE)
 
-    inline: Any = code
-    inline.values = lambda: jnp.zeros(shape, jnp.float32)
+    def twin():
+        return jnp.zeros(shape, jnp.float32)
+
     result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.TILE)
-    return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()
+    return mosaic.inline(code, twin, (), (), result, traced=True)
 
 
 def added(a: RegisterTile, b: RegisterTile) -> RegisterTile:
@@ -87,7 +86,7 @@ def added(a: RegisterTile, b: RegisterTile) -> RegisterTile:
     them, and the results of all of these are then alive at once.
     """
 
-    def code(_, a, b):
+    def code(a, b):
         words = []
         for pairs in zip(a.registers.flat, b.registers.flat, strict=True):
             numbers = [[vector.extract(pair, [], [i]) for pair in pairs] for i in range(2)]
@@ -95,8 +94,6 @@ def added(a: RegisterTile, b: RegisterTile) -> RegisterTile:
             words.append(vector.from_elements(pairs[0].type, sums))
         return mosaic.array_of(words, a.shape, mosaic.TILE)
 
-    inline: Any = code
-    inline.values = lambda a, b: a + b  # run by the interpreter
     result = mosaic.tile_type(a.shape, jnp.float32, layout=mosaic.TILE)
     kinds = (mosaic.TILE, mosaic.TILE)
-    return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(a, b)
+    return mosaic.inline(code, operator.add, (a, b), kinds, result, traced=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import partials, softmax
+from pallas_attn.kernels.attention import partials
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -64,7 +64,7 @@ def _row(ctx: ThreadContext) -> None:
     whole, sink = partials.weighed(thread, row_max, row_sum, exists), None
     if refs.sinks is not None:
         (sink,) = thread.load_floats(refs.sinks, q_head, 1)
-    factor, value = softmax.finish_row(thread, whole.row_max, whole.row_sum, sink)
+    factor, value = partials.finish_row(thread, whole.row_max, whole.row_sum, sink)
     to = (thread.to_int64(m) * problem.q_heads + thread.to_int64(q_head)) * problem.q_len
     store = functools.reduce(operator.and_, conditions, lane < 1)
     thread.store_floats(refs.lse, to + thread.to_int64(to_token), [value], store)

@@ -21,9 +21,10 @@ from pallas_attn.kernels.attention.cache_layout import Contiguous
 from pallas_attn.kernels.attention.tiles import KernelContext, mask_of
 from pallas_attn.kernels.attention.tiles import limit as attention_limit
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import queries, sm90, tma_producer
-from pallas_attn.kernels.prefill.plan import BLOCKS, Plan, PrefillRefs, SequenceKeys, bytes_of
+from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs, SequenceKeys, bytes_of
 
 Array = jax.Array
 
@@ -92,7 +93,7 @@ def _forward_cost(problem: AttentionProblem) -> float:
     """The dense forward's time, in the unit of `sm90.cost`."""
     config = flash_fwd.Config.default(problem)
     plan = flash_fwd.plan_of(problem, config)
-    rows = pl.cdiv(plan.order.work_tiles, BLOCKS) * plan.tiling.row_blocks
+    rows = pl.cdiv(plan.order.work_tiles, MULTIPROCESSORS) * plan.tiling.row_blocks
     tiles = pl.cdiv(_keys(problem), sm90.COST_TILE) + sm90.COST_OF_UNIT
     return rows / sm90.COST_SPEEDS[config.warpgroups] * tiles
 

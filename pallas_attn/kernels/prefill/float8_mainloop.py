@@ -11,7 +11,6 @@ its own, as in `flash_fwd.float8_mainloop`.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,16 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import logits, softmax
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tile_scheduler import Meanwhile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.flash_fwd.alternation import Alternation
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 from pallas_attn.kernels.prefill.float8_producer import Q_DTYPE
 from pallas_attn.kernels.prefill.float8_tiles import KEYS, Units
-from pallas_attn.kernels.prefill.kernel import Turns
 
 LARGEST = 448.0  # largest number of Q_DTYPE
 LEAST = 2.0**-100  # smallest scale of q
@@ -47,22 +48,22 @@ def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
-    turns: Turns | None = None,
-) -> tuple[Result, Index]:
+    meanwhile: Meanwhile,
+    alternation: Alternation | None = None,
+) -> tuple[OutputSums, Index]:
     """The counterpart of `flash_fwd.warpgroups.mainloop`, with the same arguments and results."""
     del meanwhile  # None
     ring = Ring.of(ctx)
     factor = _rounded_queries(ctx, rows)
     state = _first_tile(ctx, rows, factor, slot)
-    step = functools.partial(_step, ctx, rows, factor, turns)
+    step = functools.partial(_step, ctx, rows, factor, alternation)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     zeros = wgmma_float8.zeros(state.acc.shape)
     acc = state.acc + wgmma.matmul_add(zeros, (state.p,), _values(ctx, slot))
     ring.release(slot)
     # Sums are in units of 2**(row_max - offset).
-    return Result(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
+    return OutputSums(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
 
 
 def _rounded_queries(ctx: KernelContext, rows: QueryRows) -> RegisterTile:
@@ -151,7 +152,7 @@ def _step(
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
-    turns: Turns | None,
+    alternation: Alternation | None,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -162,28 +163,25 @@ def _step(
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
     tile = _tile(ctx, rows, t, slot, masked=masked is not False)
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
+    if alternation is not None:
+        alternation.take()
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
         wgmma.multiply(out, (state.p,), _values(ctx, slot))
-        if turns is not None:
-            turns.give()
+        if alternation is not None:
+            alternation.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         return _softmax(ctx, rows, factor, tile, s, state.row_max)
 
-    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
+    like = softmax.Step.like(ctx.plan.config.block_kv, state.row_max, state.row_sum, slot)
     zeros = wgmma_float8.zeros(state.acc.shape)
     out, new = wgmma.overlapped(zeros, like, matmuls, softmax_of)
     acc = state.acc + out
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-    # P is rounded after the wait: see `flash_fwd.sm90`.
+    # P is rounded after the wait: see `flash_fwd.warpgroups`.
     p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

@@ -16,8 +16,7 @@ from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, SmemRef
 from pallas_attn.kernels.prefill import float8_tiles
 from pallas_attn.kernels.prefill.float8_tiles import Tiles
-from pallas_attn.kernels.prefill.plan import Plan, Producer
-from pallas_attn.kernels.prefill.queries import Unit
+from pallas_attn.kernels.prefill.plan import Plan, Producer, Unit
 
 Q_DTYPE = jnp.float8_e4m3fn  # also beside K of float8_e5m2, which has one bit less
 

@@ -1,20 +1,22 @@
 """A block of prefill's kernel, and its consumers: warpgroups of 64 query rows each."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, no_keys
+from pallas_attn.kernels.flash_fwd.alternation import Alternation
+from pallas_attn.kernels.flash_fwd.warpgroups import no_values
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
-from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs
-from pallas_attn.kernels.prefill.queries import Ending, Unit, WgTile, wg_tile_of
+from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
+from pallas_attn.kernels.prefill.plan import Ending, Plan, PrefillRefs, Unit, WgTile
+from pallas_attn.kernels.prefill.queries import wg_tile_of
 
 
 def block(refs: PrefillRefs, *rest: Any, plan: Plan) -> None:
@@ -44,9 +46,9 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         queries.load(ctx, unit, wg, q_slot(i), i < units.count)
 
     load_q(jnp.int32(0))
-    turns = Turns(ctx.smem.turns, wg) if config.in_turn else None
-    if turns is not None:
-        turns.begin()
+    alternation = Alternation(ctx.smem.alternation, wg) if config.in_turn else None
+    if alternation is not None:
+        alternation.begin()
 
     def one_unit(i, slot):
         unit = queries.unit_of(ctx, units, units.number(i))
@@ -63,10 +65,10 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         def attend(slot):
             # Warps that store no result do not meet before their rows are loaded anew.
             mosaic.results_are_used(own.exists.astype(jnp.int32))
-            return plan.mainloop(ctx, rows, slot, None, turns)
+            return plan.mainloop(ctx, rows, slot, None, alternation)
 
         def skip(slot):
-            return no_keys(plan), slot
+            return OutputSums.nothing(no_values(plan.v), ROWS), slot
 
         result, slot = lax.cond(unit.span.hi > unit.span.lo, attend, skip, slot)
         if config.q_slots == 1:
@@ -82,36 +84,19 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-class Turns(NamedTuple):
-    """Two consumers that have as many steps issue their matmuls in turn: while one computes its
-    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
-    issue those of its next step; the first consumer begins.
-    """
-
-    barriers: Barrier
-    wg: Index
-
-    def begin(self) -> None:
-        """Done once, before all steps of a launch."""
-        pl.when(self.wg == 1)(self.give)
-
-    def take(self) -> None:
-        plgpu.barrier_wait(self.barriers.at[self.wg])
-
-    def give(self) -> None:
-        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
-
-
-def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Result) -> Result:
+def _without_idle_rows(
+    ctx: KernelContext, unit: Unit, own: WgTile, result: OutputSums
+) -> OutputSums:
     """The result, in which rows that do not count, which may be NaN, see no key."""
     plan = ctx.plan
-    live, none = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len, no_keys(plan)
+    live = plan.tiles.row_positions(ROWS, own.row) < unit.tile.q_len
+    none = OutputSums.nothing(no_values(plan.v), ROWS)
 
     def chosen(some: RegisterTile, nothing: RegisterTile) -> RegisterTile:
         inside = live if some.ndim == 1 else mosaic.broadcast_rows(live, some.shape)
         return jnp.where(inside, some, nothing)
 
-    return Result(*(chosen(*both) for both in zip(result, none, strict=True)))
+    return OutputSums(*(chosen(*both) for both in zip(result, none, strict=True)))
 
 
 def _lacks_a_page(ctx: KernelContext, unit: Unit, wg: Index) -> Predicate:

@@ -207,7 +207,7 @@ def _warp(ctx: ThreadContext) -> None:
         is_read = thread.minimum(thread.maximum(part.number + 1, 0), 1)
         carry = thread.loop(is_read, carry, add_part)
     row_max, row_sum, *sums = carry
-    factor, lse = softmax.finish_row(thread, row_max, row_sum, None)
+    factor, lse = partials.finish_row(thread, row_max, row_sum, None)
     thread.store_floats(refs.lse, thread.to_int64(line), [lse], exists & (lane < 1))
     for n, column in enumerate(columns):
         values = [x * factor for x in sums[n * FOUR : (n + 1) * FOUR]]

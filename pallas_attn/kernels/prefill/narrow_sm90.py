@@ -13,8 +13,8 @@ import jax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 from pallas_attn.kernels.mma import dequant, narrow_rows
 from pallas_attn.kernels.prefill import packed_queries, sm90, widening_producer
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, unquantized

@@ -12,17 +12,25 @@ from jax import lax
 
 from pallas_attn._call import launches
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Index, Predicate, Ref, SmemRef
 from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.prefill import queries
-from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, Queries, base_scratch
-from pallas_attn.kernels.prefill.queries import Ending, Unit, Units, WgTile
+from pallas_attn.kernels.prefill.plan import (
+    Ending,
+    Plan,
+    PrefillSmem,
+    Queries,
+    Unit,
+    Units,
+    WgTile,
+    base_scratch,
+)
 
 
 def decode_few(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, DecodeProblem]:
@@ -158,7 +166,7 @@ def wait(ctx: KernelContext, slot: Index) -> None:
     packed_rows.wait(ctx.plan.config.q_slots - 1)
 
 
-def store(ctx: KernelContext, end: Ending, result: Result) -> None:
+def store(ctx: KernelContext, end: Ending, result: OutputSums) -> None:
     """The output and the log-sum-exp of rows that may begin anywhere, or their partial."""
     if ctx.plan.config.splits > 1:
         return queries.store_partial(ctx, end, end.unit.kv_head, result)

@@ -20,7 +20,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import (
     cache_layout,
@@ -29,16 +28,23 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.logits import LogitRules
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.softmax import OutputSums
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.mosaic import BARRIERS
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    Scalar,
+    SmemRef,
+)
 from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
-
-BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 
 
 def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
@@ -133,6 +139,54 @@ class RowTiles:
         return lax.div(mosaic.positions((ROWS,), 0, 0), rows)
 
 
+class Unit(NamedTuple):
+    """A q tile and some of its kv tiles, which a block takes at a time."""
+
+    m: Index  # sequence
+    kv_head: Index
+    q_tile: Index
+    split: Index
+    tile: WorkTile  # its query rows, as the mainloop masks them
+    span: Span  # kv tiles; lo == hi where there is none
+    invalid: Predicate  # whether the result is NaN
+    rows: Index  # query rows of the sequence
+    first_row: Index = 0  # first packed row of the sequence
+    line: Index | None = None  # number of the q tile among all sequences', where rows are packed
+
+
+class WgTile(NamedTuple):
+    """The rows of one consumer in a unit."""
+
+    exists: Predicate
+    head: Index  # its first query head
+    heads_left: Index  # query heads from that one to the end of the group
+    row: Index  # its first query row
+    number: Index  # among the warpgroup tiles of its kv head; where rows are packed, of `line`s
+
+
+class Ending(NamedTuple):
+    """The rows that a result belongs to."""
+
+    unit: Unit
+    rows: WgTile
+    wg: Index
+    spoil: Scalar  # NaN where the result is invalid, else 0: is added to what is stored
+
+
+class Units(NamedTuple):
+    """The units of a block by number: `count` from `first` on, each `step` after the last."""
+
+    first: Index
+    step: Index
+    count: Index
+    back: Index | None = None  # first number of every other one: a long unit before a short one
+    share: Any = None  # `shares.Share`, where blocks share out kv tiles
+
+    def number(self, i: Index) -> Index:
+        first = self.first if self.back is None else jnp.where(i & 1 == 0, self.first, self.back)
+        return first + i * self.step
+
+
 class SequenceKeys(NamedTuple):
     """The keys of a sequence."""
 
@@ -144,19 +198,19 @@ class SequenceKeys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """How blocks take query rows. Units are `queries.Units`, each a `queries.Unit`."""
+    """How blocks take query rows."""
 
     packed: bool  # whether sequences have different numbers of query rows
     scratch: Callable[["Plan"], "PrefillSmem"]  # shared memory of a block
     partial_tiles: Callable[["Plan"], tuple[int, int]]  # sizes of partials: (lines, tiles of each)
-    units_of: Callable[[KernelContext, Index], Any]  # the units of a block
+    units_of: Callable[[KernelContext, Index], Units]  # the units of a block
     last_unit: Callable[[KernelContext], Index]  # the last number of all units
-    unit_of: Callable[[KernelContext, Any, Index], Any]  # the unit of a number, of a block's units
+    unit_of: Callable[[KernelContext, Units, Index], Unit]  # a block's unit of a number
     # `load(ctx, unit, wg, slot, exists)` asks for the rows of a consumer, `wait(ctx, slot)` until
     # they are there, and `store(ctx, end, result)` writes theirs.
-    load: Callable[..., None]
+    load: Callable[[KernelContext, Unit, Index, Index, Predicate], None]
     wait: Callable[[KernelContext, Index], None]
-    store: Callable[..., None]
+    store: Callable[[KernelContext, Ending, OutputSums], None]
     # `begin(ctx, wg, block_id)` fills the tables that units are looked up in, if there are any.
     begin: Callable[[KernelContext, Index, Index], None] | None = None
 
@@ -186,7 +240,8 @@ class Plan:
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
-    mainloop: Callable[..., Any] = mainloop  # the dense forward's, or `float8_mainloop.mainloop`
+    # The dense forward's, or `float8_mainloop.mainloop`.
+    mainloop: Callable[..., tuple[OutputSums, Index]] = mainloop
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False
@@ -299,7 +354,7 @@ class PrefillSmem(NamedTuple):
     ready: Barrier = None  # one an entry of the ring
     free: Barrier = None
     landed: Barrier = None  # the value tile that the length cuts is there
-    turns: Barrier = None  # one a consumer, that it may issue its matmuls: `kernel.Turns`
+    alternation: Barrier = None  # one a consumer: `flash_fwd.alternation`
     tables: Any = None  # numbers of q tiles of the sequences, where rows are packed
     counted: Barrier = None  # the tables are filled
     producer: Any = None  # buffers of the producer
@@ -368,7 +423,7 @@ def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
         "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals),
         "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         "landed": barrier(num_barriers=1, num_arrivals=plan.copies),
-        "turns": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
+        "alternation": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
         "producer": plan.producer.buffers,
     }
     return PrefillSmem(**fields, **buffers)

@@ -1,7 +1,6 @@
 """Work units, and the query rows of a consumer, where all sequences have as many rows."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -10,73 +9,28 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
-    Span,
     WorkTile,
     mask_of,
     mask_span,
 )
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
+from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
 from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.kernels.prefill.plan import (
+    Ending,
     Plan,
     PrefillSmem,
     Queries,
     SequenceKeys,
+    Unit,
+    Units,
+    WgTile,
     base_scratch,
 )
-
-
-class Unit(NamedTuple):
-    """A q tile and some of its kv tiles, which a block takes at a time."""
-
-    m: Index  # sequence
-    kv_head: Index
-    q_tile: Index
-    split: Index
-    tile: WorkTile  # its query rows, as the mainloop masks them
-    span: Span  # kv tiles; lo == hi where there is none
-    invalid: Predicate  # whether the result is NaN
-    rows: Index  # query rows of the sequence
-    first_row: Index = 0  # first packed row of the sequence
-    line: Index | None = None  # number of the q tile among all sequences', where rows are packed
-
-
-class WgTile(NamedTuple):
-    """The rows of one consumer in a unit."""
-
-    exists: Predicate
-    head: Index  # its first query head
-    heads_left: Index  # query heads from that one to the end of the group
-    row: Index  # its first query row
-    number: Index  # among the warpgroup tiles of its kv head; where rows are packed, of `line`s
-
-
-class Ending(NamedTuple):
-    """The rows that a result belongs to."""
-
-    unit: Unit
-    rows: WgTile
-    wg: Index
-    spoil: Scalar  # NaN where the result is invalid, else 0: is added to what is stored
-
-
-class Units(NamedTuple):
-    """The units of a block by number: `count` from `first` on, each `step` after the last."""
-
-    first: Index
-    step: Index
-    count: Index
-    back: Index | None = None  # first number of every other one: a long unit before a short one
-    share: Any = None  # `shares.Share`, where blocks share out kv tiles
-
-    def number(self, i: Index) -> Index:
-        first = self.first if self.back is None else jnp.where(i & 1 == 0, self.first, self.back)
-        return first + i * self.step
 
 
 def strided_units(plan: Plan, block_id: Index, units: Index) -> Units:
@@ -151,7 +105,7 @@ def wg_tile_of(plan: Plan, unit: Unit, wg: Index) -> WgTile:
     return WgTile(exists, head, group - first, row, number)
 
 
-def store_partial(ctx: KernelContext, end: Ending, line: Index, result: Result) -> None:
+def store_partial(ctx: KernelContext, end: Ending, line: Index, result: OutputSums) -> None:
     """The accumulator, the row max and the row sum, for `combine_partials` or `merge_parts`."""
     accs, row_maxes, row_sums = ctx.refs.results[:3]
     at = (end.unit.split, line, end.rows.number)
@@ -160,7 +114,9 @@ def store_partial(ctx: KernelContext, end: Ending, line: Index, result: Result) 
     mosaic.store(row_sums.at[at], result.row_sum.sum(axis=1) + end.spoil)
 
 
-def finished(ctx: KernelContext, own: WgTile, result: Result) -> tuple[RegisterTile, RegisterTile]:
+def finished(
+    ctx: KernelContext, own: WgTile, result: OutputSums
+) -> tuple[RegisterTile, RegisterTile]:
     """Factor of the accumulator, and log-sum-exp, of each row."""
     sink = None if ctx.refs.sinks is None else _row_sinks(ctx, own)
     return softmax.finish(result.row_max, result.row_sum, sink)
@@ -246,7 +202,7 @@ def wait(ctx: KernelContext, slot: Index) -> None:
     plgpu.barrier_wait(ctx.smem.q_ready.at[slot])
 
 
-def store(ctx: KernelContext, end: Ending, result: Result) -> None:
+def store(ctx: KernelContext, end: Ending, result: OutputSums) -> None:
     """The result of a consumer's rows, divided by the row sums, and the log-sum-exp; or its
     partial.
     """

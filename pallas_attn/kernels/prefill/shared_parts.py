@@ -13,19 +13,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import DecodeInputs
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import kernel, merge_parts, packed_queries, queries, shares
 from pallas_attn.kernels.prefill.plan import (
+    Ending,
     Plan,
     PrefillSmem,
+    Unit,
+    Units,
     base_scratch,
     kernel_of,
     operands,
     partial_types,
 )
-from pallas_attn.kernels.prefill.queries import Ending, Unit, Units
 
 
 def partial_tiles(plan: Plan) -> tuple[int, int]:
@@ -61,7 +63,7 @@ def unit_of(ctx: KernelContext, units: Units, number: Index) -> Unit:
     return unit._replace(span=unit.span._replace(lo=lo, hi=hi), line=number + share.block)
 
 
-def store(ctx: KernelContext, end: Ending, result: Result) -> None:
+def store(ctx: KernelContext, end: Ending, result: OutputSums) -> None:
     queries.store_partial(ctx, end, 0, result)
 
 

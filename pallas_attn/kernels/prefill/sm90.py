@@ -43,10 +43,10 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, separate_caches, tiles, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
-from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 from pallas_attn.kernels.prefill import (
     combine_partials,
     kernel,
@@ -56,7 +56,6 @@ from pallas_attn.kernels.prefill import (
     tma_producer,
 )
 from pallas_attn.kernels.prefill.plan import (
-    BLOCKS,
     Plan,
     PrefillRefs,
     bytes_of,
@@ -94,7 +93,7 @@ class Config:
     stages: int = 2  # entries of the ring of K and V
     q_slots: int = 2  # q tiles of a consumer; 2: the next unit's is loaded early
     splits: int = 1  # ranges that the kv tiles of a q tile are split into
-    grid: int = BLOCKS  # persistent blocks
+    grid: int = MULTIPROCESSORS  # persistent blocks
     together: int = 1  # kv heads whose q tiles are taken in turn, the longest first
     in_turn: bool = False  # whether two consumers issue their matmuls in turn
 

@@ -14,8 +14,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, SmemRef
-from pallas_attn.kernels.prefill.plan import Plan, Producer
-from pallas_attn.kernels.prefill.queries import Unit
+from pallas_attn.kernels.prefill.plan import Plan, Producer, Unit
 
 # Registers of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up
 # pages, or chooses between arrays, needs more.

@@ -24,12 +24,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs, selection
+from pallas_attn._call import selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.lang import thread_program, threads
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
@@ -42,7 +42,7 @@ MOST_BYTES = 2**32  # bytes of the buffer
 LEAST_ROWS = 16  # rows of a chunk
 NUMBERS = 8  # numbers of a word
 # About as many blocks share out all slabs, at most.
-BLOCKS = 512 * gpu_specs.multiprocessors(gpu_specs.HOPPER)
+BLOCKS = 512 * mosaic.MULTIPROCESSORS
 
 
 @dataclasses.dataclass(frozen=True)

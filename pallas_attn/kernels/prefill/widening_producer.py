@@ -32,8 +32,7 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 from pallas_attn.kernels.mma import narrow_rows
-from pallas_attn.kernels.prefill.plan import Plan, Producer
-from pallas_attn.kernels.prefill.queries import Unit
+from pallas_attn.kernels.prefill.plan import Plan, Producer, Unit
 
 # Registers of a thread (consumer, producer), by the number of consumers.
 REGISTERS = {1: (240, 240), 2: (208, 88), 3: (144, 80)}

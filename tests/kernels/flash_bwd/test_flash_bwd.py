@@ -17,7 +17,7 @@ import pallas_attn as pa
 from pallas_attn._call import config as _config
 from pallas_attn._call import dispatch, gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import tile_logits
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
@@ -28,9 +28,9 @@ from pallas_attn.kernels.flash_bwd import (
 )
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.plan import is_wide
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import (
@@ -529,5 +529,5 @@ def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
     problem = types.SimpleNamespace(arrays=("bias",))
     plan = types.SimpleNamespace(problem=problem, logit_rules=LogitRules(unit=None, adds=True))
     numbers = jnp.asarray([128.0, 0.0, -1.0, -np.inf, np.nan])
-    result = score_mod.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
+    result = tile_logits.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
     np.testing.assert_array_equal(result, [1.0, 1.0, 0.5, 0.0, np.nan])

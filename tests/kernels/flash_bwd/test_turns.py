@@ -13,7 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config as _config
 from pallas_attn.kernels.flash_bwd import sm90, turns, work_order
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
+from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, default_of, problem_of
 from tests.kernels.flash_fwd.test_claims import decoded, plain

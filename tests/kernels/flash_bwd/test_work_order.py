@@ -1,5 +1,5 @@
 """The order in which the backward kernels over keys take work tiles and query tiles: blocks that
-claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/work_order.py).
+claim work tiles (attention/claims.py) and blocks in lockstep (flash_bwd/work_order.py).
 """
 
 import contextlib
@@ -190,7 +190,7 @@ def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
     order = plan.order
     assert order.heads - order.first_ranked_head == ranked
     ctx = context_of(plan, case)
-    head, tile = decoded(order, work_order.schedule_by_rank(ctx))
+    head, tile = decoded(order, key_tiles.schedule_by_rank(ctx))
     np.testing.assert_array_equal(head, np.repeat(np.arange(order.heads), 8))
     known = 8 * order.first_ranked_head
     np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), order.first_ranked_head))

@@ -1,4 +1,4 @@
-"""Work tiles that blocks claim (kernels/flash_fwd/claims.py): of packed documents and of long
+"""Work tiles that blocks claim (kernels/attention/claims.py): of packed documents and of long
 causal rows, forward.
 """
 
@@ -14,14 +14,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config as _config
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.flash_fwd import (
-    claims,
-    documents,
-    sm90,
-    sm90_defaults,
-    tile_scheduler,
-)
+from pallas_attn.kernels.attention import claims, tile_scheduler, tma_operands
+from pallas_attn.kernels.flash_fwd import documents, sm90, sm90_defaults
 from tests.kernels.flash_fwd import test_flash_fwd as forward
 from tests.support import builds, mosaic, threads
 from tests.support.problems.case import AttentionCase

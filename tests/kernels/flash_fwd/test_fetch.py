@@ -19,8 +19,9 @@ from pallas_attn._call import config as _config
 from pallas_attn._call import device as _device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
+from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext
-from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90, tile_scheduler
+from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90
 from tests.support import builds, mosaic, reach, threads
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

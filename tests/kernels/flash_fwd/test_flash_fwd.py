@@ -17,12 +17,12 @@ import pytest
 
 from pallas_attn._call import dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import segment_spans, tma_operands
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler, tma_operands
+from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
-from pallas_attn.kernels.flash_fwd import batch_rows, documents, tile_scheduler
+from pallas_attn.kernels.flash_fwd import batch_rows, documents
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask, sliding_window
 from tests.support import aot, budget, mosaic
@@ -239,7 +239,6 @@ OF_ONE_TILE = (
 @pytest.mark.parametrize("name", OF_ONE_TILE)
 def test_keys_of_one_tile_interpreted(name):
     """Consumers apart, more of them than work tiles in the last block."""
-    assert plan_of(name, INDEPENDENT).independent
     with mosaic.interpret():
         check(small(name), INDEPENDENT)
 
@@ -289,9 +288,11 @@ def test_batch_rows_that_fill_a_tile(changes, rows):
     assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
 
 
-def test_consumers_are_apart_where_a_tile_has_all_keys():
-    assert not plan_of("t_equals_s", INDEPENDENT).independent  # 300 keys
-    assert not plan_of("documents_full", dataclasses.replace(INDEPENDENT, block_kv=200)).independent
+@pytest.mark.parametrize("name, keys", [("t_equals_s", 136), ("documents_full", 200)])
+def test_consumers_are_apart_where_a_tile_has_all_keys(name, keys):
+    """Not of 300 keys, nor of documents."""
+    with pytest.raises(ValueError, match=f"independent must be False for .* and block_kv {keys}$"):
+        plan_of(name, dataclasses.replace(INDEPENDENT, block_kv=keys))
 
 
 def plan_of(name, config):
@@ -531,7 +532,7 @@ def test_documents_are_assigned_once_and_evenly():
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
     small = problem_of(case_named("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
-    plan = QueryPlan.of(problem, kernel.Config(grid=132))
+    plan = QueryPlan.of(problem, kernel.Config(), (132, 0))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
     result = segment_spans.segment_spans(ids, ids, (ROWS, plan.config.block_kv))
     table = np.asarray(documents.schedule_by_rank(plan, result))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_attn._call import gpu_specs
-from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.flash_fwd import list_tables, listed_tiles
+from pallas_attn.kernels.attention import list_tables, listed_tiles, tile_lists
 from pallas_attn.kernels.lang import mosaic as lang
 from tests.support import builds, mosaic
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from pallas_attn._call import selection
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
+from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from pallas_attn.kernels.prefill import sm90, widening_producer
 from tests.kernels.prefill.test_prefill_widened import (

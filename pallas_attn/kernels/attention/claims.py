@@ -13,7 +13,7 @@ by kv head, the longest first, the work tiles of a head end with the short ones,
 begin with the next head together. The matmuls wait a little more, as all blocks ask for the same
 keys at once, but at the power limit what is not read from memory is worth more than that. Where L2
 holds K and V of a head, a list is faster. The backward reads more a step, and gains more: its
-order is `flash_bwd.plan.schedule`'s.
+order is `flash_bwd.work_order.schedule`'s.
 
 A block's first work tile follows from its number. Each later one it claims from a counter in global
 memory: the producer (`Claiming`), before it loads the one before or, without documents, when two of
@@ -37,21 +37,20 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+from pallas_attn.kernels.attention import segment_spans, tile_scheduler
+from pallas_attn.kernels.attention.tile_scheduler import (
+    MOST_STAGES,
     Offsets,
     QueryPlan,
     Start,
     Turn,
-    never_empty_by_segments,
 )
+from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Predicate, SmemRef
 
-RING = 8  # codes
-MOST_STAGES = 2 * (RING - 2)  # stages of the ring of K and V
+RING = MOST_STAGES // 2 + 2  # codes
 
 
 class Smem(NamedTuple):
@@ -83,7 +82,7 @@ def is_possible(problem: AttentionProblem, tiling: QueryTiling) -> bool:
     """Whether each work tile is known to take a kv tile."""
     if problem.mask_program is not None:
         return False
-    return never_empty_by_segments(problem) or "empty" not in sections_of(problem, tiling)
+    return segment_spans.never_empty(problem) or "empty" not in sections_of(problem, tiling)
 
 
 # ---- the order ----------------------------------------------------------------------------------
@@ -160,13 +159,14 @@ def _claim_by_thread(ctx: ThreadContext) -> None:
 # ---- the walk over a block's work tiles ----------------------------------------------------------
 
 
-def claim_among_entries(ctx: KernelContext, turn: Turn, entry: Index, claimed: Index) -> Index:
-    """Claims the next work tile when two entries of this one are on their way, unless it is known
-    before.
-    """
-    if turn.claim_index is None:
-        return claimed
-    return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
+def claim_next(turn: Turn, entry: Index, code: Index) -> Index:
+    """`turn.claim_next`, or `code` where the next work tile is known before."""
+    return code if turn.claim_next is None else turn.claim_next(entry, code)
+
+
+def _claim_among_entries(ctx: KernelContext, index: Index, entry: Index, code: Index) -> Index:
+    """Claims work tile `index` when two entries of the one before are on their way; else `code`."""
+    return lax.cond(entry == 1, lambda: claim(ctx, index), lambda: code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +177,6 @@ class Claiming:
     """
 
     early: bool
-    schedule = staticmethod(schedule)
-    claim_among_entries = staticmethod(claim_among_entries)
 
     def start(self, ctx: KernelContext, block: Index) -> Start:
         return Start(-1, (first_code(ctx, block),))
@@ -198,7 +196,8 @@ class Claiming:
             following = claim(ctx, index + 1) if self.early else code
             turn = _turn(index, code, following)
             if not self.early:
-                turn = turn._replace(claim_index=index + 1, claim=code)
+                among = functools.partial(_claim_among_entries, ctx, index + 1)
+                turn = turn._replace(claim_next=among, claim=code)
             carry = body(turn, carry)
             if not self.early:
                 following, carry = carry.claim, carry._replace(claim=None)

@@ -1,5 +1,6 @@
 """Stores of one number a row, such as the log-sum-exp, to an array without padded rows."""
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_attn.kernels.lang import asm, mosaic
@@ -8,11 +9,13 @@ from pallas_attn.kernels.lang.thread_program import Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
 
-def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Index) -> None:
-    """Writes float32 values [rows], a row in four threads each, to `to` [B, heads, T] from `row`
-    on; those past T are dropped.
+def store(values: RegisterTile, to: GmemRef, where: tuple[Index, ...], whole: bool = False) -> None:
+    """Writes float32 values [rows], a row in four threads each, to `to` [B, heads, T] from `where`
+    (batch, head, row) on; those past T are dropped. `whole`: none of the launch's are past T.
     """
-    _, heads, length = to.shape
+    (batch, head, row), (_, heads, length) = where, to.shape
+    if whole:
+        return mosaic.store(to.at[batch, head, pl.ds(row, values.shape[0])], values)
 
     def code(values, to, batch, head, row):
         thread = Thread()
@@ -33,4 +36,4 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
 
     types = mosaic.ROW, REF, SCALAR, SCALAR, SCALAR
     args = values, to, *[jnp.int32(0) + x for x in (batch, head, row)]
-    mosaic.inline(code, twin, args, types, None)
+    return mosaic.inline(code, twin, args, types, None)

@@ -6,31 +6,31 @@ ahead. It needs no counter in global memory, and a block loads the next q tile d
 Measured on an H200 it is faster than one block a work tile, which is faster than a persistent block
 that takes every 132nd work tile.
 
-Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. A work
-tile is a number in the list, which `work_tile` decodes; `block_range` are the kv tiles that a block
-loads for it, and `rows_of` the rows of a warpgroup with those that they need.
+Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. The list
+has a number for each work tile, its code, which `work_tile` decodes. `Ranges.of_block` says which
+kv tiles the block loads for a work tile, `Ranges.of_rows` which of them a warpgroup's rows need.
 
-Other schedulers, with the same functions: blocks that claim work tiles (`claims`), packed documents
-(`documents`), lists of kv tiles by a mask function (`listed`), and keys in the memory of other GPUs
-(`fetch`).
+Other schedulers, with the same functions: blocks that claim work tiles (`claims`), and in
+`flash_fwd/` packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and
+keys in the memory of other GPUs (`fetch`).
 """
 
 import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.softmax import OutputSums
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -45,22 +45,24 @@ from pallas_attn.kernels.attention.tiles import (
     span_mask,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Predicate
 from pallas_attn.masks import Mask
 
-chunk_schedules = Special("kernels.flash_fwd.chunk_schedules")
-list_tables = Special("kernels.flash_fwd.list_tables")
+chunk_schedules = Special("kernels.attention.chunk_schedules")
+list_tables = Special("kernels.attention.list_tables")
 tile_lists = Special("kernels.attention.tile_lists")
 
 if TYPE_CHECKING:
     from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 
-BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
 L2_BYTES = 32 * 2**20  # bytes of K and V of the heads of an L2 group: a part of L2
 RANKED_L2_BYTES = 8 * 2**20  # the same where blocks at work at one time share no K and V
 TILE_OVERHEAD = 1.5  # overhead of a work tile, in steps of one kv tile
 STEP_OVERHEAD = 3  # parts of a step: n warpgroups with rows take as long as n + 3 of them
 Offsets = tuple[int, ...]  # offsets of the batch rows that follow each other, where they are known
+MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
+Schedule = Callable[["QueryPlan", Offsets], np.ndarray]  # `schedule`
 RANK_SPREAD = 8.0  # the cost of the first rank, above the last one's 1
 
 
@@ -115,16 +117,16 @@ class QueryPlan:
     logit_rules: LogitRules
     # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
     # need, and the functions of its warpgroups.
-    producer_tiles: Any = None  # StaticList or `claims.Claiming`
-    consumer_tiles: Any = None  # StaticList or `claims.Claimed`
-    ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
-    produce: Any = None  # `warpgroups.produce`, or another file's
-    mainloop: Any = None  # `warpgroups.mainloop`, or another file's
+    producer_tiles: "WorkTiles | None" = None
+    consumer_tiles: "WorkTiles | None" = None
+    ranges: "type[Ranges] | None" = None
+    produce: "Produce | None" = None
+    mainloop: "Mainloop | None" = None
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
-    independent: bool = False  # whether each consumer takes work tiles of its own: `one_tile`
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
+    claimed_order: "Schedule | None" = None  # `claims.schedule`, where blocks claim work tiles
     # `fetch.busy_before`, where blocks first fetch keys of other GPUs.
     busy_before: Any = None
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
@@ -134,15 +136,16 @@ class QueryPlan:
         cls,
         problem: AttentionProblem,
         config: KernelConfig,
+        blocks: tuple[int, int] = (0, 0),
         span_rows: int = ROWS,
         form: Any = None,
     ) -> "QueryPlan":
-        """The plan of a kernel that is not the Hopper forward. `config`: warpgroups, block_kv, grid
-        and l2_heads.
+        """The plan of a kernel that is not the Hopper forward. `config`: warpgroups and block_kv;
+        `blocks`: see `Distribution.of`.
         """
         rows = ROWS * config.warpgroups
         tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv, span_rows)
-        order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
+        order = Distribution.of(problem, tiling, blocks)
         exact = problem.dtype == "float32" and problem.precision == "highest"
         natural = problem.op == "flash_backward" and exact
         rules = LogitRules.of(problem, config.block_kv, natural=natural)
@@ -220,11 +223,6 @@ class QueryPlan:
         return self.problem.mask_program is not None
 
     @functools.cached_property
-    def list_sizes(self) -> tuple[int, int, bool, int]:
-        """The sizes of `tile_lists.tiles`."""
-        return self.tiling.tile_rows, self.tiling.block_kv, False, self.tiling.row_blocks
-
-    @functools.cached_property
     def heads(self) -> int:
         return self.order.heads
 
@@ -243,7 +241,7 @@ class QueryPlan:
 
 
 def heads_of_l2_group(
-    problem: AttentionProblem, tiling: QueryTiling, grid: int, wanted: int = 0
+    problem: AttentionProblem, tiling: QueryTiling, grid: int, wanted: int
 ) -> int:
     """Heads whose work tiles are taken together. Where all tiles cost the same, as many as fill the
     blocks once: those read the same keys at the same time. Else as many as keep their K and V in
@@ -262,7 +260,7 @@ def heads_of_l2_group(
     elif wanted:
         return min(wanted, heads)
     elif not (problem.mask.bounds_right or listed):
-        fit = (grid or BLOCKS) // tiling.q_tiles
+        fit = (grid or MULTIPROCESSORS) // tiling.q_tiles
     else:
         in_part = problem.mask.bounds_left or listed
         fit = heads_in(L2_BYTES * (2 if in_part else 1), problem, row)
@@ -271,7 +269,7 @@ def heads_of_l2_group(
 
 
 def _lists(problem: AttentionProblem, tiling: QueryTiling) -> np.ndarray | None:
-    return tile_lists.static(problem, *tile_lists.sizes_of(tiling))
+    return tile_lists.static(problem, *tiling.list_sizes)
 
 
 # ---- the list of a block, and the walk over it --------------------------------------------------
@@ -284,10 +282,17 @@ class Turn(NamedTuple):
     code: Index  # which it is, for `work_tile`
     following: Index  # the code of the next one; any code if there is none
     has_next: Callable[[], Predicate]  # computed where it is asked, not held in a register
-    # The next one, where it is claimed among entries of this one (`claims.Claiming`): its index,
-    # and any code.
-    claim_index: Any = None
+    # Claims the next one among the entries of this one, where blocks do (`claims.Claiming`):
+    # `claim_next(number of the entry, code)`, and any code to begin with.
+    claim_next: Callable[[Index, Index], Index] | None = None
     claim: Any = None
+
+
+# Loads K and V of all work tiles of a block: `warpgroups.produce`, or another file's.
+Produce = Callable[[KernelContext, Index], None]
+Meanwhile = Callable[[], None] | None  # further work during a matmul
+# All kv tiles of a consumer's rows: `warpgroups.mainloop`, or another file's.
+Mainloop = Callable[[KernelContext, QueryRows, Index, Meanwhile], tuple[OutputSums, Index]]
 
 
 class Start(NamedTuple):
@@ -295,6 +300,22 @@ class Start(NamedTuple):
 
     count: Index
     codes: tuple[Index, ...]
+
+
+class WorkTiles(Protocol):
+    """Hands out the work tiles of a block: StaticList, or `Claiming` and `Claimed` of `claims`."""
+
+    def start(self, ctx: KernelContext, block: Index) -> Start: ...
+
+    def for_each_tile(
+        self,
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Carry,
+    ) -> None:
+        """carry = body(turn, carry) for each work tile of a block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +339,6 @@ class StaticList:
         body: Callable[[Turn, Any], Any],
         carry: Carry,
     ) -> None:
-        """carry = body(turn, carry) for each work tile of a block."""
-
         def one_tile(i: Index, state: Carry) -> Any:
             carry, codes = state
             # Read long before it is used.
@@ -342,8 +361,8 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
     decide the costs, codes have ranks in place of rows.
     """
     problem, order, tiling = plan.problem, plan.order, plan.tiling
-    if order.claims:
-        return np.asarray(plan.producer_tiles.schedule(plan, offsets))
+    if plan.claimed_order is not None:
+        return plan.claimed_order(plan, offsets)
     q_tiles = np.arange(tiling.q_tiles)
     if problem.mask_program is not None:
         costs = list_costs(plan)[None]
@@ -415,7 +434,7 @@ def list_costs(plan: QueryPlan) -> np.ndarray:
     """The cost of each work tile of a head by its list of kv tiles where it is known, else of
     ranks.
     """
-    lists = tile_lists.static(plan.problem, *plan.list_sizes)
+    lists = tile_lists.static(plan.problem, *plan.tiling.list_sizes)
     if lists is None:
         return rank_costs(plan.tiling.q_tiles)
     return TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))
@@ -437,10 +456,11 @@ def rounds(problem: AttentionProblem, rows: int) -> float:
         for n in range(0, max(problem.q_len, 1), rows)
     ]
     steps = sorted([max(0, int(hi) - int(lo)) for lo, hi in spans], reverse=True)
-    # One block takes n + 1 of the n * BLOCKS + 1 longest work tiles, none shorter than the last.
-    taken = range(0, heads * len(steps), BLOCKS)
+    # One of n blocks takes m + 1 of the m n + 1 longest work tiles, none shorter than the last.
+    taken = range(0, heads * len(steps), MULTIPROCESSORS)
     busiest = max([(n + 1) * steps[at // heads] for n, at in enumerate(taken)], default=0)
-    return max(1.0, busiest / max(*steps, 1), heads * sum(steps) / (BLOCKS * max(*steps, 1)))
+    longest = max(*steps, 1)
+    return max(1.0, busiest / longest, heads * sum(steps) / (MULTIPROCESSORS * longest))
 
 
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
@@ -589,18 +609,9 @@ def ends_of_some(spans: Sequence[Span]) -> tuple[Index, Index]:
     return functools.reduce(jnp.minimum, lows), hi
 
 
-def never_empty_by_segments(problem: AttentionProblem) -> bool:
-    """Whether rows without a key take one kv tile all the same, which is masked whole, where there
-    are segment ids: a branch around the mainloop would cost every work tile a hundred moves of
-    registers, and claims (`claims`) ask for a kv tile.
-    """
-    others = set(problem.arrays) - {"q_offset", "device"}
-    return others == {"q_segment_ids", "kv_segment_ids"}
-
-
-class MaskRanges:
-    """The kv tiles of work tiles where the mask and lengths alone decide. Classes named
-    Ranges have the same functions: in `documents`, `listed` and `key_mask_ranges`.
+class Ranges:
+    """The kv tiles of work tiles where the mask and lengths alone decide. Subclasses with the same
+    functions are in `documents`, `listed` and `key_mask_ranges`.
     """
 
     @staticmethod
@@ -620,7 +631,7 @@ class MaskRanges:
         del ctx, code, wg
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: Any = None) -> tuple[Index, Index]:
+    def of_block(ctx: KernelContext, tile: WorkTile, record: Any) -> tuple[Index, Index]:
         """Kv tiles [lo, hi) that the block loads."""
         del record
         plan = ctx.plan
@@ -629,9 +640,9 @@ class MaskRanges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any = None
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Any
     ) -> tuple[tuple[Index, Index], QueryRows]:
         """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
-        block_range = MaskRanges.of_block(ctx, tile, record)
+        block_range = Ranges.of_block(ctx, tile, record)
         span = span_of_rows(ctx.plan, tile, wg)
         return block_range, QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.flash_fwd import block_tables, listed_tiles
+from pallas_attn.kernels.attention import block_tables, listed_tiles, tile_lists
 from pallas_attn.kernels.lang.types import Operand
 
 
@@ -22,7 +21,7 @@ def tables(
     """Operands of `tile_scheduler.table`: the lists, and the schedule where it follows from them at
     run time.
     """
-    problem, sizes = plan.problem, plan.list_sizes
+    problem, sizes = plan.problem, plan.tiling.list_sizes
     if tile_lists.static(problem, *sizes) is not None:
         return {"tiles": tile_lists.tiles(problem, inputs, *sizes)}
     ranked, heads = make(plan, ()), plan.heads // problem.batch
