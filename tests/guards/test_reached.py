@@ -3,7 +3,9 @@
 import importlib.util
 import textwrap
 
-from tests.support import reached, unreached
+import pytest
+
+from tests.support import aot, builds, reached, unreached
 
 PROGRAM = """
     def run(a, b, c, items, n=None):
@@ -67,6 +69,16 @@ def test_runs_add_up(tmp_path):
     assert names[0] in first and names[1] not in first
     watched(tmp_path, (1, 0, 3, [1], 2))
     assert names[0] not in reached.unreached(reached.read(tmp_path / "runs"), tmp_path)
+
+
+@pytest.mark.machine_code
+def test_a_process_that_compiles_writes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "reached_folder", str(tmp_path))
+    monkeypatch.setattr(aot, "_workers", {})
+    build = builds.BUILDS["quantize/sm90/h128"]
+    aot.compile_for(build.call, *build.shapes, target=build.target)
+    aot.close_workers()
+    assert "_kernel is called" in reached.read(tmp_path)["quantize/blocks.py"]
 
 
 def test_equal_conditions_of_a_function_have_numbers():
