@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from tests.support import aot, builds, reached, unreached
+from tests.support import aot, builds, fuzz, reached, reaching, unreached
 
 PROGRAM = """
     def run(a, b, c, items, n=None):
@@ -112,3 +112,15 @@ def test_excuses_are_of_branches():
 def test_a_folder_without_runs_is_no_success(tmp_path, capsys):
     assert reached.main(str(tmp_path)) == 1
     assert "--reached" in capsys.readouterr().err
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("word", reaching.words())
+def test_problems_that_reach_more_are_lowered(word):
+    reaching.lower(word)
+
+
+def test_a_problem_that_no_kernel_takes_reaches_nothing(monkeypatch):
+    monkeypatch.setattr(fuzz, "attempt", lambda word, tally: None)
+    with pytest.raises(AssertionError, match="no kernel takes"):
+        reaching.lower("attention/lowered:0")

@@ -223,7 +223,7 @@ def close_workers() -> None:
     for worker in _workers.values():
         worker.process.stdin.close()
     for worker in _workers.values():
-        worker.process.wait(timeout=30)
+        worker.process.wait(timeout=120)
         worker.process.stdout.close()
     _workers.clear()
 
