@@ -115,7 +115,7 @@ def test_a_folder_without_runs_is_no_success(tmp_path, capsys):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("word", reaching.words())
+@pytest.mark.parametrize("word", reaching.words(), ids=lambda word: word.partition(":batch")[0])
 def test_problems_that_reach_more_are_lowered(word):
     reaching.lower(word)
 

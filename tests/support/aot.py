@@ -167,7 +167,7 @@ def _shape(array: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-reached_folder: str | None = None  # of `--reached`: workers trace the kernels that they compile
+reached_folder: str | None = None  # the folder of `--reached`, where workers write theirs
 
 
 class _Worker:

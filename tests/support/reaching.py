@@ -1,8 +1,8 @@
 """Random problems that reach branches of kernels which no run of the tests reached.
 
-`python -m tests.support.reaching FOLDER SECONDS [SEED]` lowers problems of the fuzzer for that long,
-after the runs with `pytest --reached=FOLDER`. Those that reach more are written to `FILE`, a word of
-`-m fuzz --case=` on each line; tests/guards/test_reached.py lowers them.
+After the runs with `pytest --reached=FOLDER`, `python -m tests.support.reaching FOLDER SECONDS
+[SEED]` lowers problems of the fuzzer for that long. Those that reach more are written to `FILE`, a
+word of `-m fuzz --case=` on each line; tests/guards/test_reached.py lowers them.
 
 Lowering traces a kernel and runs nothing: a variant that no interpreted case runs is at least one
 that Mosaic takes.
@@ -21,7 +21,7 @@ KEPT = 20  # problems whose compiled programs stay in memory
 
 
 def words() -> list[str]:
-    return FILE.read_text().split()
+    return FILE.read_text().splitlines()
 
 
 def lower(word: str) -> None:
@@ -32,7 +32,7 @@ def lower(word: str) -> None:
     assert tally.calls, f"no kernel takes {word}"
 
 
-def found(known: Mapping[str, set[str]], seconds: float, seed: int) -> Iterator[str]:
+def search(known: Mapping[str, set[str]], seconds: float, seed: int) -> Iterator[str]:
     """Words of problems, each of which reaches a branch that neither `known` has nor a problem
     before it reached.
     """
@@ -60,7 +60,7 @@ def found(known: Mapping[str, set[str]], seconds: float, seed: int) -> Iterator[
 def main(folder: str, seconds: str, seed: str = "0") -> None:
     known = reached.read(pathlib.Path(folder))
     with FILE.open("a") as file:
-        for word in found(known, float(seconds), int(seed)):
+        for word in search(known, float(seconds), int(seed)):
             file.write(f"{word}\n")
             file.flush()
 
