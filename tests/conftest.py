@@ -108,6 +108,7 @@ def pytest_configure(config):
     if config.option.reached:
         config.stash[WATCH] = reached.Watch()
         config.stash[WATCH].start()
+        aot.reached_folder = str(config.option.reached.absolute())
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     config.option.whole_suite = whole and not (config.option.keyword or config.option.markexpr)
     on_gpu = _asks_for_gpu(config)
@@ -208,6 +209,7 @@ def pytest_sessionfinish(session):
     if watch := session.config.stash.get(WATCH, None):
         watch.stop()  # while Python ends there is no sys.monitoring
         watch.write(session.config.option.reached)
+        aot.close_workers()  # which write, too
 
 
 def pytest_unconfigure():

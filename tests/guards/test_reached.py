@@ -3,7 +3,9 @@
 import importlib.util
 import textwrap
 
-from tests.support import reached, unreached
+import pytest
+
+from tests.support import aot, builds, fuzz, reached, reaching, unreached
 
 PROGRAM = """
     def run(a, b, c, items, n=None):
@@ -69,6 +71,16 @@ def test_runs_add_up(tmp_path):
     assert names[0] not in reached.unreached(reached.read(tmp_path / "runs"), tmp_path)
 
 
+@pytest.mark.machine_code
+def test_a_process_that_compiles_writes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(aot, "reached_folder", str(tmp_path))
+    monkeypatch.setattr(aot, "_workers", {})
+    build = builds.BUILDS["quantize/sm90/h128"]
+    aot.compile_for(build.call, *build.shapes, target=build.target)
+    aot.close_workers()
+    assert "_kernel is called" in reached.read(tmp_path)["quantize/blocks.py"]
+
+
 def test_equal_conditions_of_a_function_have_numbers():
     text = "def f(a):\n    if a: return 1\n    a = g(a)\n    return 2 if a else 3\n"
     names = [x.name for x in reached.branches_of(text)]
@@ -100,3 +112,15 @@ def test_excuses_are_of_branches():
 def test_a_folder_without_runs_is_no_success(tmp_path, capsys):
     assert reached.main(str(tmp_path)) == 1
     assert "--reached" in capsys.readouterr().err
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("word", reaching.words(), ids=lambda word: word.partition(":batch")[0])
+def test_problems_that_reach_more_are_lowered(word):
+    reaching.lower(word)
+
+
+def test_a_problem_that_no_kernel_takes_reaches_nothing(monkeypatch):
+    monkeypatch.setattr(fuzz, "attempt", lambda word, tally: None)
+    with pytest.raises(AssertionError, match="no kernel takes"):
+        reaching.lower("attention/lowered:0")

@@ -13,7 +13,6 @@ tests/support/builds.py.
 import atexit
 import ctypes
 import dataclasses
-import functools
 import gc
 import importlib.util
 import os
@@ -23,8 +22,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -168,10 +167,13 @@ def _shape(array: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
+reached_folder: str | None = None  # the folder of `--reached`, where workers write theirs
+
+
 class _Worker:
     """A process that compiles for one GPU, and disassembles all that it compiles or nothing."""
 
-    def __init__(self, target: str, sass: bool):
+    def __init__(self, target: str, sass: bool, reached: str | None):
         # To standard output: into a folder Mosaic writes 100 MB of everything, in twice the time.
         wanted = ("PTX", "PTXAS", *["SASS"] * sass)
         dump = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in wanted}
@@ -187,13 +189,12 @@ class _Worker:
             }
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.aot", target],
+            [sys.executable, "-m", "tests.support.aot", target, *([reached] if reached else [])],
             env=env,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        atexit.register(self.close)
 
     def ask(self, request: bytes) -> Any:
         self.process.stdin.write(len(request).to_bytes(8, "little") + request)
@@ -206,14 +207,25 @@ class _Worker:
             raise answer
         return answer
 
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=10)
+
+_workers: dict[tuple[str, bool], _Worker] = {}
 
 
-@functools.cache
 def _worker(target: str, sass: bool) -> _Worker:
-    return _Worker(target, sass)
+    if (target, sass) not in _workers:
+        _workers[target, sass] = _Worker(target, sass, reached_folder)
+    return _workers[target, sass]
+
+
+@atexit.register
+def close_workers() -> None:
+    """Ends all workers, and waits for what they write."""
+    for worker in _workers.values():
+        worker.process.stdin.close()
+    for worker in _workers.values():
+        worker.process.wait(timeout=120)
+        worker.process.stdout.close()
+    _workers.clear()
 
 
 def name_kernels(name: Callable[[], str]) -> None:
@@ -235,14 +247,30 @@ def name_kernels(name: Callable[[], str]) -> None:
     mosaic_gpu_dialect.get_or_set_dump_options = named
 
 
-def _serve(target: str) -> None:
-    """The worker's loop: compile what comes in, answer, until the pipe is closed."""
+def _serve(target: str, reached_folder: str | None = None) -> None:
+    """The worker's loop: compile what comes in, answer, until the pipe is closed. Writes which
+    branches of kernels it reached into a folder.
+    """
     gc.set_threshold(50_000, 20, 20)  # the thresholds of tests/conftest.py
     name_kernels(lambda: "kernel")
     answers = os.fdopen(os.dup(1), "wb")
-    with tempfile.TemporaryFile("w+") as printed:
+    with tempfile.TemporaryFile("w+") as printed, _watched(reached_folder):
         os.dup2(printed.fileno(), 1)  # Mosaic prints there, and no print may be an answer
         _answer(answers, printed, _devices(target))
+
+
+@contextmanager
+def _watched(reached_folder: str | None) -> Iterator[None]:
+    if reached_folder is None:
+        yield
+        return
+    from tests.support import reached
+
+    watch = reached.Watch()
+    watch.start()
+    yield
+    watch.stop()
+    watch.write(pathlib.Path(reached_folder))
 
 
 def _answer(answers: Any, printed: Any, devices: Any) -> None:
@@ -367,4 +395,4 @@ if __name__ == "__main__":
 
         builds.write_digests(sys.argv[2:], sys.stdout.write)
     else:
-        _serve(sys.argv[1])
+        _serve(*sys.argv[1:])

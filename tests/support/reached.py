@@ -65,6 +65,11 @@ class Watch:
         targets.add(to)
         return sys.monitoring.DISABLE if len(targets) > 1 else None
 
+    @property
+    def count(self) -> int:
+        """How many functions were called, and ways of jumps taken."""
+        return len(self.codes) + sum(map(len, self.jumps.values()))
+
     def branches(self) -> dict[str, list[str]]:
         """The names of the branches that were reached, by file."""
         called: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)

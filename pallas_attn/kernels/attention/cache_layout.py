@@ -288,9 +288,6 @@ class Listed(Paged):
 class Contiguous(Layout):
     """[M, rows, kv heads, H]: no cache."""
 
-    def view(self, array: Operand) -> Operand:
-        return array
-
     def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
         return row.sequence, pl.ds(row.position, rows), row.head
 

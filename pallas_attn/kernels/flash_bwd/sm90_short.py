@@ -240,7 +240,7 @@ def _kv_tile(
 ) -> None:
     """Kv tile j with all query tiles: adds to `dqs`, and stores its dK and dV."""
     plan, _, smem = ctx
-    count, span = panels.copies(smem.k), _spans(plan)[j]
+    count, span = len(smem.k), _spans(plan)[j]
     grads = KeyGradients(sums[:count], sums[count:])
     for t in range(plan.tiling.q_tiles):
         pair = Pair(head, j, t)

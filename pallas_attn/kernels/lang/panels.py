@@ -66,11 +66,6 @@ def tiles(panels: Panels, at: Any) -> tuple[SmemRef, ...]:
     return tuple([view.at[at] for view in views])
 
 
-def copies(panels: Panels) -> int:
-    """The number of copies of `load`, each of which arrives at the barrier."""
-    return len(panels) if isinstance(panels, tuple) else 1
-
-
 def load(
     source: GmemRef,
     where: tuple[Any, Any, Index],

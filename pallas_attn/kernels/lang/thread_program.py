@@ -75,8 +75,7 @@ class Thread:
         )
         default, *cases = chosen.regions
         for region, refs in zip([*cases, default], table, strict=True):
-            block = region.blocks[0] if region.blocks else region.blocks.append()
-            with ir.InsertionPoint(block):
+            with ir.InsertionPoint(region.blocks[0]):
                 scf.yield_([pointer_of(ref) for ref in refs])
         return tuple(chosen.results)
 
