@@ -9,7 +9,6 @@ rows as they come, so that the same command goes on where it was cut.
 import collections
 import concurrent.futures
 import math
-import os
 import pathlib
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from benchmarks.contest import Options
 from benchmarks.rows import Row
 from benchmarks.runner import OPS
 from benchmarks.worker import AHEAD, RENEW, Claims, Plan, Task
+from pallas_lm import gpu_check
 from tests.support.problems import cases as known
 from tests.support.problems.case import AppendCase, AttentionCase, DecodeCase
 
@@ -36,8 +36,8 @@ SUITE = ("forward", "backward", "shapes", "decode", "few_tiles", "prefill", "flo
 SUITE += ("append", "decode_more", "shared_prefix", "quantize")
 GRACE_S = 45  # seconds after the end of --within, for groups that are begun
 FIRST_CALLS_AT_ONCE = 5
-# Starts a worker; the folder of the plan and the number of its GPU follow.
-WORKER = (sys.executable, "-c", "import sys; from benchmarks.worker import main; sys.exit(main())")
+# The program of a worker, which is given the folder of the plan and the number of its GPU.
+WORKER = "import sys; from benchmarks.worker import main; sys.exit(main())"
 
 
 # ---- the list of work ----------------------------------------------------------------------------
@@ -115,12 +115,12 @@ def run(
     workers: int,
     within: int | None,
     *,
-    command: Sequence[str] = WORKER,
+    program: str = WORKER,
     say: Callable[[str], None] = runner.say_line,
 ) -> int:
     """Runs it; 0 where every case has a row beside every peer that takes it, else 1.
 
-    `command` starts a worker, which is given the folder of the plan and the number of its GPU.
+    `program` is a worker's, which is given the folder of the plan and the number of its GPU.
     """
     begun = time.time()
     if options.out is None:
@@ -138,7 +138,7 @@ def run(
         plan = Plan((Task("ceiling"), *todo), options, here, end, _room())
         if todo:
             gpus = len(jax.local_devices())
-            _Pool(plan, pathlib.Path(folder), command, say, gpus).run(workers)
+            _Pool(plan, pathlib.Path(folder), program, say, gpus).run(workers)
         failures = _failures(pathlib.Path(folder))
     waiting = first_calls(out, plan, say) if op == ALL else []
     done = measured(out, here) or [row for row in rows.read(out) if row["run"] == here.run]
@@ -192,12 +192,12 @@ class _Pool:
         self,
         plan: Plan,
         folder: pathlib.Path,
-        command: Sequence[str],
+        program: str,
         say: Callable[[str], None],
         gpus: int,
     ):
         plan.save(folder / "plan")
-        self.plan, self.folder, self.command, self.say = plan, folder, command, say
+        self.plan, self.folder, self.program, self.say = plan, folder, program, say
         self.claims, self.gpus = Claims(folder / "claims"), gpus
 
     def run(self, workers: int) -> None:
@@ -224,10 +224,10 @@ class _Pool:
                 return
 
     def _started(self, gpu: int) -> subprocess.Popen[bytes]:
-        """A worker that sees one GPU: by its number among those that this process sees."""
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": "".join(seen[gpu : gpu + 1]) or str(gpu)}
-        return subprocess.Popen([*self.command, str(self.folder), str(gpu)], cwd=ROOT, env=env)
+        """A worker that sees one GPU."""
+        program = gpu_check.start(gpu) + self.program
+        arguments = [sys.executable, "-c", program, str(self.folder), str(gpu)]
+        return subprocess.Popen(arguments, cwd=ROOT)
 
     def _work_is_left(self) -> bool:
         with self.claims.held() as claims:

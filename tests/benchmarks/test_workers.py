@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import json
 import pathlib
-import sys
 import threading
 import time
 
@@ -302,11 +301,9 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
 
     def ask(wanted="causal_32x32,float32_causal", within=None, code=COUNTING, **options):
-        lines, command = [], (sys.executable, "-c", code)
+        lines = []
         options = Options(**{"out": str(tmp_path), "commit": "abc", "peers": "xla"} | options)
-        status = workers.run(
-            "forward", wanted, options, 2, within, command=command, say=lines.append
-        )
+        status = workers.run("forward", wanted, options, 2, within, program=code, say=lines.append)
         return status, lines, read(tmp_path)
 
     return ask
