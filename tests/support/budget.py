@@ -41,8 +41,11 @@ EX2 = 2.0**-22
 LSE_STORED = 2.0**-23  # share of lse by which an exponent of a launch that reads it may be off
 AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
-# Scores of float8 are sums that a tensor core adds with 13 bits behind the first of the largest.
-SCORE_FLOAT8 = 2.0**-13
+# Scores of float8 are sums that a tensor core adds with 13 bits behind the first of the largest, 32
+# products at a time. Of 10,000 rounds of random problems one was 1.04 times 2**-13 off.
+SCORE_FLOAT8 = 1.5 * 2.0**-13
+FEW_NUMBERS = 8  # so many errors may all happen to be near 0
+OF_FEW = 1.5  # by which a naive error of them counts more
 RMS_FLOAT8 = 2.0  # share of the naive errors' RMS that errors of float8 may have
 
 _STATIC = ("mask", "scale", "softcap")
@@ -177,6 +180,12 @@ def over_quantized(arguments: dict[str, Any], **how: Any) -> Expected:
         return expected
     near = {name: jnp.asarray(arguments[name], jnp.float32).astype(dtype) for name in "kv"}
     return expected._replace(naive=attention(arguments | near, **how).naive)
+
+
+def by_8_bits(expected: Expected, arguments: dict[str, Any]) -> Expected:
+    """`expected` of a kernel that multiplies q and k by 8-bit matmuls, as terms of float8."""
+    arrays = {name: np.asarray(arguments[name], np.float64) for name in "qk"}
+    return expected._replace(score=_largest(arguments, arrays))
 
 
 def tangents(
@@ -347,11 +356,14 @@ def _compare(
         rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1) + SCORE_FLOAT8 * expected.score
     else:  # a value of the result's own dtype is at best half a unit in the last place away
         tiny = float(jnp.finfo(expected.dtype).tiny)
-        rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
+        # The exponent of a key's probability is off by its score's last bit, also where it is 1.
+        share = eps / 2 + expected.slack + 2.0**-24 * expected.score
+        rounding = share * np.abs(oracle) + tiny
         if name.startswith("daux"):  # float32 sums of many numbers that cancel
             rounding = rounding + AUX_ROUNDING * np.abs(oracle).max()
     live = oracle != 0  # keys and queries that nobody sees have exact zeros, which say nothing
     worst = _worst(name, np.abs(naive - oracle), (finite, live), expected.noise)
+    worst = worst * (OF_FEW if oracle.size < FEW_NUMBERS else 1)
     allowed = tolerance.allowed(worst, rounding)
     error = np.abs(got - oracle)
     rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0

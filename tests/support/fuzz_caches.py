@@ -575,7 +575,11 @@ class Program:
             elif rows is not None:
                 begin, known = model.counts[m] - new[m], model.rows[m]
                 model.counts[m] = begin + len(rows)
-                model.rows[m] = known[:begin] + [known[begin + row] for row in rows]
+                # A row that nobody wrote ends what is known.
+                end = next(
+                    (n for n, row in enumerate(rows) if begin + row >= len(known)), len(rows)
+                )
+                model.rows[m] = known[:begin] + [known[begin + row] for row in rows[:end]]
 
     def _write_down(self, after: Held, new: list[np.ndarray], extra: int | None) -> None:
         """The rows as they come back, for `remembered`."""
@@ -690,7 +694,8 @@ class Program:
         cores = any(subject.tensor_cores for subject in self.subjects)
         quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
         make = budget.over_quantized if quantised else budget.attention
-        return make(plain, tensor_cores=cores, grids=grids)
+        expected = make(plain, tensor_cores=cores, grids=grids)
+        return budget.by_8_bits(expected, plain) if case.byte_rows else expected
 
     def _in_tree(self, m: int, length: int, keys: int) -> np.ndarray:
         """bool[1, t, keys]: what the drafts of a sequence see; prompts, rows before them."""

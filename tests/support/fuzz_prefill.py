@@ -205,6 +205,7 @@ def _takes_8_bits(subject: Subject, arguments: dict[str, Any]) -> bool:
     if subject.implementation == "reference":
         return False
     options = {name: x for name, x in arguments.items() if name not in ("q", "cache")}
+    options |= {"layer": jnp.int32(0)} if "layer" in options else {}  # a known one must be in range
     options = bind.DecodeCall(**options)
     problem, _ = bind.decode(arguments["q"], arguments["cache"], options)
     chosen = dispatch.select(problem, subject.implementation)
