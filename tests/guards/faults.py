@@ -1160,8 +1160,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     # ---- score functions over caches -------------------------------------------------------------
     "scores_of_a_chunk_are_those_of_the_first": Fault(
         f"{DECODE}/score_functions.py",
-        "group, row = plan.queries.group, places.row() + chunk * plan.queries.chunk_rows",
-        "group, row = plan.queries.group, places.row()",
+        "row = places.row() + chunk * plan.queries.chunk_rows",
+        "row = places.row()",
         f"{TEST_DECODE} -k 'test_interpreted and alibi_72_rows'",
     ),
     "scores_of_folded_rows_forget_half_of_the_keys": Fault(

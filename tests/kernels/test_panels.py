@@ -63,7 +63,7 @@ def scores_and_copy(q, k):
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(tiles, jnp.float32), q),
-        scratch_types=[q_smem, k_smem, plgpu.Barrier(num_arrivals=2 * panels.copies(q_smem))],
+        scratch_types=[q_smem, k_smem, plgpu.Barrier(num_arrivals=2 * len(q_smem))],
         grid=(batch, heads, row_tiles, key_tiles),
         grid_names=("b", "h", "t", "s"),
         compiler_params=lang.without_barriers(),

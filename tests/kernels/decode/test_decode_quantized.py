@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -32,7 +33,7 @@ def test_many_sequences_of_one_array(dims):
     many = dataclasses.replace(PROBLEM, sequences=2000, capacities=(8192,) * 2000, **dims)
     assert decode_sm90.limit(many) is None
     config = decode_sm90.Config.default(many)
-    assert decode_sm90.smem_bytes(many, config) <= mosaic.SMEM_LIMIT
+    assert decode_sm90.smem_bytes(many, config) <= gpu_specs.shared_memory("sm90")
 
 
 def test_two_blocks_share_a_multiprocessor():
