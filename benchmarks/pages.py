@@ -55,6 +55,7 @@ inputs. Results were checked before they were timed, and peers took turns with o
 process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
 the backward. Pictures show shapes that others publish too. results/ has the commit of each row."""
 # Beginnings of the names of peers that are other libraries, not other calls of this package.
+_SAME = {"torch_cudnn": "cudnn"}  # one library, called by JAX and by PyTorch
 _LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "torch", "xla")
 _EVERY = """\
 ## Every operation
@@ -63,6 +64,7 @@ How many times as fast as each library, over all [cases](cases.md) that both tak
 _COLUMNS = """\
 - `ours`, `f16` (in float16), or kinds of caches: our figures. With several of them a line has each
   peer's fastest figure, and the least ratio.
+- `cudnn`: called by JAX or by PyTorch, whichever was faster.
 - `over best`: our speed over that of the best peer. `others`: peers of a few cases.
 - `MiB`: memory of a step beside arguments and results, ours/cuDNN.
 - Prefill is many query rows a sequence over a full cache; `dense` is `flash_attention` over
@@ -403,7 +405,7 @@ def _fastest_of_peers(every: Iterable[Sequence[Row]]) -> dict[str, str]:
     """{peer: its fastest figure}, of one or several groups of rows."""
     rows = [row for rows in every for row in rows if not is_ours(row)]
     slowest_first = sorted(rows, key=lambda row: row["ms"], reverse=True)
-    return {row["impl"]: _number(row) for row in slowest_first}
+    return {_SAME.get(row["impl"], row["impl"]): _number(row) for row in slowest_first}
 
 
 def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
