@@ -55,8 +55,8 @@ inputs. Results were checked before they were timed, and peers took turns with o
 process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
 the backward. Pictures show shapes that others publish too. results/ has the commit of each row."""
 # Beginnings of the names of peers that are other libraries, not other calls of this package.
-_SAME = {"torch_cudnn": "cudnn"}  # one library, called by JAX and by PyTorch
 _LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "torch", "xla")
+_SAME = {"torch_cudnn": "cudnn"}  # one library, called by JAX and by PyTorch
 _EVERY = """\
 ## Every operation
 
@@ -405,7 +405,9 @@ def _fastest_of_peers(every: Iterable[Sequence[Row]]) -> dict[str, str]:
     """{peer: its fastest figure}, of one or several groups of rows."""
     rows = [row for rows in every for row in rows if not is_ours(row)]
     slowest_first = sorted(rows, key=lambda row: row["ms"], reverse=True)
-    return {_SAME.get(row["impl"], row["impl"]): _number(row) for row in slowest_first}
+    names: list[str] = [row["impl"] for row in slowest_first]
+    figures = map(_number, slowest_first)
+    return {_SAME.get(name, name): x for name, x in zip(names, figures, strict=True)}
 
 
 def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -343,21 +343,18 @@ def append_kv_arrays(  # noqa: PLR0913
         f"int32[{sequences}] (rows held before the append)",
         (sequences,),
     )
-    counts = checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence")
-    most = rows[0].shape[1]
-    if counts is None:
-        counts = jnp.full_like(lengths, most)
-    counts = sharding.placed_like(jnp.minimum(counts, most), lengths)
     inputs = AppendInputs(
         caches[0],
         caches[1],
         rows[0],
         rows[1],
-        lengths + counts,  # an end past int32 is a negative one: the rows have no place
-        counts,
+        None,
+        checks.int_vector("new_lengths", new_lengths, sequences, "rows of each sequence"),
         page_table,
         checks.layer(0 if layer is None else layer, layers),
-        *scales,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        start=lengths,
     )
     written = rows_into(inputs, kind, implementation)
     return tuple(written[: 2 if k_scales is None else 4])

@@ -277,12 +277,13 @@ def append(inputs: AppendInputs, kind: str, *, change: Change | None = None) -> 
     separate = isinstance(caches, tuple)
     sample = caches[0] if separate else caches
     page_size = sample.shape[-3 if kind == "interleaved" else -2]
-    if table is not None:
-        capacities = (table.shape[1] * page_size,) * table.shape[0]
-    elif separate:
-        capacities = tuple([x.shape[-2] for x in caches])
+    if separate:
+        sequences, capacities = len(caches), tuple([x.shape[-2] for x in caches])
     else:
-        capacities = (sample.shape[-2],) * sample.shape[-4]
+        sequences = sample.shape[-4] if table is None else table.shape[0]
+        each = sample.shape[-2] if table is None else table.shape[1] * page_size
+        # An exported program may leave the number of sequences open.
+        capacities = (each,) * (sequences if isinstance(sequences, int) else 1)
     new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
     byte_rows = sample.dtype == np.uint8 and jnp.issubdtype(inputs.k.dtype, jnp.floating)
     return AppendProblem(
@@ -290,7 +291,7 @@ def append(inputs: AppendInputs, kind: str, *, change: Change | None = None) -> 
         kind=kind,
         dtype=str(inputs.k.dtype),
         cache_dtype=BYTE_DTYPE if byte_rows else str(sample.dtype),
-        sequences=len(capacities),
+        sequences=sequences,
         new_rows=new_rows,
         kv_heads=kv_heads,
         head_dim=head_dim,

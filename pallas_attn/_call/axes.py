@@ -165,6 +165,7 @@ def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
         "k": [(*rows, "k", "h")],
         "v": [(*rows, "k", "e")],
         "end": [("m",)],
+        "start": [("m",)],
         "owners": [("t",)],
         "positions": [("t",)],
         "cos": [("angle", "pair")],

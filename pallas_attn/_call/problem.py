@@ -323,9 +323,9 @@ class AppendInputs(NamedTuple):
     v: Array | None  # [M, t, K, Hv]
     # int32[M]: position behind the last new row, as `cache.lengths` after an extend. Row 0 goes to
     # end - new_lengths: the kernel subtracts, since an operation of XLA's between extend and the
-    # launch is a launch of its own. None where rows are packed.
+    # launch is a launch of its own. None where rows are packed, or `start` is given.
     end: Array | None
-    new_lengths: Array | None  # int32[M]: rows of each sequence that count; None as well
+    new_lengths: Array | None  # int32[M]: rows of each sequence that count; None without `end`: all
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
     k_scale: Array | None = None  # float32; given where quantized and not byte_rows
@@ -334,6 +334,7 @@ class AppendInputs(NamedTuple):
     # row and its position (negative: it is dropped).
     owners: Array | None = None
     positions: Array | None = None
+    start: Array | None = None  # int32[M], in place of the end: position of row 0
     # Arrays that AppendProblem.change reads: float32[positions, pairs] twice, and [H]
     cos: Array | None = None
     sin: Array | None = None

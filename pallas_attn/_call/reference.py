@@ -586,19 +586,24 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
     """New rows k, v [M, t, K, H] into the caches, quantised as `quantize` says where the cache has
     scales.
 
-    The rows of sequence m begin at start = end[m] - new_lengths[m]. Row i lands at start + i if
-    i < new_lengths[m], neither start nor end[m] is negative, and the position is within the
-    sequence's own rows; otherwise it is dropped and nothing else is touched. With `owners`, packed
-    rows k, v [tokens, K, H]: row i lands at positions[i] of sequence owners[i].
+    The rows of sequence m begin at start[m], or at end[m] - new_lengths[m]. Row i lands at
+    start + i if i < new_lengths[m], neither start nor end[m] is negative, and the position is
+    within the sequence's own rows; otherwise it is dropped and nothing else is touched. With
+    `owners`, packed rows k, v [tokens, K, H]: row i lands at positions[i] of sequence owners[i].
     """
     if problem.kind == "interleaved":
         return _append_joined(inputs, problem)
     position: Any = inputs.positions
     if position is None:
-        assert inputs.end is not None and inputs.new_lengths is not None
-        start = jnp.where(inputs.end >= 0, inputs.end - inputs.new_lengths, -1)[:, None]
+        first = inputs.start
+        if first is None:
+            assert inputs.end is not None and inputs.new_lengths is not None
+            first = jnp.where(inputs.end >= 0, inputs.end - inputs.new_lengths, -1)
+        start = first[:, None]
         number = jnp.arange(inputs.k.shape[1], dtype=jnp.int32)[None]
-        wanted = (start >= 0) & (start + number >= 0) & (number < inputs.new_lengths[:, None])
+        wanted = (start >= 0) & (start + number >= 0)
+        if inputs.new_lengths is not None:
+            wanted &= number < inputs.new_lengths[:, None]
         position = jnp.where(wanted, start + number, -1)
 
     def write(cache: Buffers, new: Array | None) -> Any:

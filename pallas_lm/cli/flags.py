@@ -91,7 +91,7 @@ SAID = (
     Flag("mask", (TUNE,), str, "causal", "full, causal, or window:N for the newest N keys."),
     Flag("op", (TUNE, BENCH), _OPS, "forward",
          "Which operation. tune takes forward, backward (both passes), decode and prefill. bench, "
-         "all: the cases of configs/bench_*.cfg on one GPU, with --workers."),
+         "all: the cases of configs/bench_*.cfg, with --workers."),
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
          "-h256 takes away."),
@@ -101,7 +101,8 @@ SAID = (
          "keeps all scores."),
     Flag("turns", (BENCH,), _ints(1), 5, "How often everybody has a turn."),
     Flag("workers", (BENCH,), _ints(1, 256), 1,
-         "Processes that share the cases: they compile side by side and time in turns. --out is a "
+         "Processes, on all GPUs together, that share the cases: they compile side by side and "
+         "time in turns on each GPU. --out is a "
          "folder, and cases that have rows of this commit there are not measured again."),
     Flag("within", (BENCH,), _ints(1), None,
          "Seconds after which --workers begin no more cases; what is left is listed."),

@@ -332,6 +332,37 @@ def test_export_with_symbolic_sizes(rng):
         same(exported.call(*arrays), run(*arrays))
 
 
+def test_export_of_appends_to_any_number_of_sequences(rng):
+    """Arrays of caches, stacked and in pages, whose number of sequences is open."""
+    (number,) = jax.export.symbolic_shape("m")
+    stacked = (("m", 2, 6, 8), ("m", 1, 2, 8), ("m",), None)
+    paged = ((9, 2, 4, 8), ("m", 1, 2, 8), ("m",), ("m", 3))
+    for cache, rows, lengths, table in (stacked, paged):
+
+        def run(k_cache, k, lengths_before, page_table=None):
+            return pa.append_kv_arrays(
+                k_cache, None, k, None, lengths_before, page_table=page_table
+            )[0]
+
+        def shaped(shape, dtype, number=number):
+            return jax.ShapeDtypeStruct([number if n == "m" else n for n in shape], dtype)
+
+        tables = () if table is None else (shaped(table, "int32"),)
+        shapes = shaped(cache, "float32"), shaped(rows, "float32"), shaped(lengths, "int32")
+        exported = jax.export.export(jax.jit(run))(*shapes, *tables)
+        for count in (1, 3):
+            arrays = [
+                jnp.asarray(
+                    rng.standard_normal([count if n == "m" else n for n in shape]), "float32"
+                )
+                for shape in (cache, rows)
+            ]
+            arrays.append(jnp.arange(count, dtype=jnp.int32))
+            if table is not None:
+                arrays.append(jnp.arange(3 * count, dtype=jnp.int32).reshape(count, 3))
+            same(exported.call(*arrays), run(*arrays))
+
+
 @every_kind
 def test_export_of_a_decode_step(rng, kind):
     q, k, v = draw(rng, q_len=1, kv_len=1)

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
-from pallas_attn._call import reference
+from pallas_attn._call import device, reference
 from tests.support import append_cases, subjects, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -63,6 +63,16 @@ def test_every_element_of_separate_arrays(rng, subject, name, v_dim):
         else:
             assert isinstance(have, tuple)
             same(have, tuple(witness.append(cache, new, starts, lengths)))
+
+
+def test_nothing_is_computed_before_the_launch():
+    """An operation of XLA's on the lengths would be a launch of its own."""
+    shapes = [jax.ShapeDtypeStruct((2, 128, 64), "bfloat16")] * 3
+    rows = jax.ShapeDtypeStruct((3, 1, 2, 64), "bfloat16")
+    with device.assume("sm90"):
+        program = jax.make_jaxpr(lambda caches, k, n: pa.append_kv_arrays(caches, None, k, None, n))
+        made = program(shapes, rows, jax.ShapeDtypeStruct((3,), "int32"))
+    assert len(made.eqns) == 1
 
 
 SMALL = [case for case in append_cases.CASES if case.sequences * case.new_rows < 300]

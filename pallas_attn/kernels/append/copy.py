@@ -148,7 +148,7 @@ def _kernel(refs: AppendRefs, plan: Plan) -> None:
         else:
             threads.run(_append, plan, refs, at)
 
-    if plan.problem.packed or plan.chunks == 1:
+    if refs.new_lengths is None or plan.chunks == 1:
         write()
         return
     # Ragged prefill: a block that lies past its sequence's rows reads nothing. One token must not
@@ -195,7 +195,7 @@ def _write_into(
 
     def launch(caches, problem, rows_of):
         rows = {side: rows_of(x) for side, x in new.items()}
-        lengths = {"end": rest.end, "new_lengths": rest.new_lengths}
+        lengths = {name: getattr(rest, name) for name in ("end", "start", "new_lengths")}
         own = rest._replace(**{name: rows_of(x) for name, x in lengths.items() if x is not None})
         return _launch(caches, rows, own, problem, config)
 
@@ -220,6 +220,7 @@ def _launch(
         new=tuple(rows.astype(plan.new_dtype) for rows in new.values()),
         caches=tuple(zip(*refs.values(), strict=True)),
         end=rest.end,
+        start=rest.start,
         positions=rest.positions,
         new_lengths=rest.new_lengths,
         owners=rest.owners,

@@ -127,6 +127,7 @@ class AppendRefs(NamedTuple):
     cos: GmemRef | None = None  # the tables of `Change`, and its weight
     sin: GmemRef | None = None
     norm_weight: GmemRef | None = None
+    start: GmemRef | None = None  # that of `AppendInputs`, in place of `end`
 
 
 class At(NamedTuple):
@@ -157,14 +158,18 @@ def block_at(ctx: KernelContext) -> At:
         rows = jnp.int32(problem.new_rows)
         rows = rows if layer is None else jnp.where(plan.layout.has_layer(layer), rows, 0)
         return At(sequence, block, None, rows, None, layer)
-    assert refs.end is not None and refs.new_lengths is not None
-    end = refs.end[sequence]
-    start = end - refs.new_lengths[sequence]  # wraps only where `end` is negative
+    if refs.end is not None:
+        end = refs.end[sequence]
+        start = end - refs.new_lengths[sequence]  # wraps only where `end` is negative
+    else:
+        assert refs.start is not None
+        end = start = refs.start[sequence]
     capacity = None if refs.capacities is None else refs.capacities[sequence]
     # start + row could pass 2**31, this cannot.
     rows = (plan.layout.capacity if capacity is None else capacity) - start
     rows = jnp.minimum(rows, problem.new_rows)
-    rows = jnp.minimum(rows, refs.new_lengths[sequence])
+    if refs.new_lengths is not None:
+        rows = jnp.minimum(rows, refs.new_lengths[sequence])
     rows = jnp.where(start | end >= 0, rows, 0)
     if layer is not None:
         rows = jnp.where(plan.layout.has_layer(layer), rows, 0)
