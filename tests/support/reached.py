@@ -192,6 +192,8 @@ def _visit(node: ast.AST, function: str, branches: list[Branch]) -> None:
     """Adds the branches in `node`, which lies in `function`. What runs at import has none."""
     inner = f"{function}.<locals>." if function and not function.endswith(".") else function
     match node:
+        case ast.ClassDef(bases=[*_, ast.Name(id="Protocol")]):
+            return  # its functions are never called
         case ast.ClassDef(name=name):
             function = f"{inner}{name}."
         case ast.FunctionDef() | ast.Lambda():
