@@ -32,7 +32,7 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import LANES
 from pallas_attn.kernels.lang.types import Index, Operand, Ref
 
-MOST_PAIRS = 2**18  # of units of rows and kv tiles; beyond it many blocks, and so XLA, are faster
+MOST_PAIRS = 2**18  # pairs of units and kv tiles; for more, many blocks, and so XLA, are faster
 LINE = 32  # words of memory that arrive together
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 

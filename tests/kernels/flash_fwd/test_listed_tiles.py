@@ -90,7 +90,7 @@ SIZES += [(1025, 1, 2**14), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 65), (1, 300)], ids=str)
 def test_work_tiles_come_longest_first(shape):
-    """As by a stable sort: of one length the first."""
+    """The order is that of a stable sort, the greatest number of steps first."""
     for most in (0, 2, 1000):
         steps = np.random.default_rng(most).integers(-most, most + 1, shape, np.int32)
         order = jax.jit(tile_lists.longest_first)(jnp.asarray(steps))
