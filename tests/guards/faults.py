@@ -272,6 +272,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_CLAIMS,
     ),
     "the_last_head_goes_by_no_rank": Fault(
+        f"{FWD}/segments.py",
+        "known = counts | (head < plan.order.first_ranked_head)",
+        "known = counts | (head < plan.order.first_ranked_head + plan.problem.group)",
+        f"{TEST_CLAIMS} -k by_rank",
+    ),
+    "by_xla_the_last_head_goes_by_no_rank": Fault(
         f"{FWD}/documents.py",
         "jnp.where(head >= first, codes, table)",
         "jnp.where(head > first, codes, table)",
@@ -746,6 +752,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "min(n + order.l2_heads, order.heads)",
         "min(n + order.l2_heads, order.heads - 1)",
         TEST_SCHEDULES,
+    ),
+    "work_tiles_of_one_length_are_in_no_order": Fault(
+        f"{SHARED}/tile_lists.py",
+        "(across < down)",
+        "(across > down)",
+        f"{TEST_LISTED} -k longest_first",
     ),
     "lists_of_one_length_share_a_rank": Fault(
         f"{LANG}/threads.py",

@@ -47,6 +47,7 @@ PROGRAMS = {
     "flash_bwd/turns": TABLES,
     "flash_fwd/fetch": f"{_HERE}pieces_that_are_fetched",
     "flash_fwd/float8_values": f"{_HERE}values_of_float8",
+    "flash_fwd/segments": TABLES,
     "mma/gathered_rows": f"{_CODE}listed_rows_past_two_to_the_31",
     "mma/mma_2x2": _RESULTS,
     "mma/mma_sync": _RESULTS,

@@ -28,6 +28,7 @@ QUICK = {
     "kernels/flash_fwd/batch_rows.py": (
         f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile[frames16-gpu]"
     ),
+    "kernels/flash_fwd/segments.py": f"{_EVERY}[flash_fwd.sm90-ids]",
     "kernels/attention/listed_tiles.py": (
         f"{_FWD}listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
         "[(2, 1, 5, 1, 33)-False-3-gpu]"

@@ -324,7 +324,7 @@ def _mask(pick: random.Random) -> Mask:
 # Bytes that `smem_bytes` may count beside a launch's own, at most: barriers and reductions.
 RESERVED = 3072
 # Launches beside those of a kernel: they look at functions, masks and ids for several kernels.
-BESIDE = ("listed_tiles", "mask_bits", "key_mask_tiles")
+BESIDE = ("listed_tiles", "segments", "mask_bits", "key_mask_tiles")
 
 
 def takers(problem: Any) -> Iterator[dispatch.Candidate]:

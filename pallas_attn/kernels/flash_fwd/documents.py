@@ -9,7 +9,7 @@ Packed documents repeat: assigned in the order of rows, a block would take the s
 document, and blocks with late rows would finish last. So the schedule lists ranks, and rank r of a
 batch row stands for its work tile with the r-th most kv tiles.
 
-XLA makes records and schedule (`operands`).
+A small kernel (`segments`) makes records and schedule; where it does not fit, XLA (`by_xla`).
 """
 
 import functools
@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import segment_spans, tile_scheduler
+from pallas_attn.kernels.attention import segment_spans, tile_lists, tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
@@ -33,9 +33,10 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
+from pallas_attn.kernels.flash_fwd import segments
+from pallas_attn.kernels.flash_fwd.segments import RECORD
 from pallas_attn.kernels.lang.types import Index, Operand, SmemRef
 
-RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 LEAST_IDS = 32  # ids of a kv tile in shared memory: TMA writes to whole 128 bytes
 
 
@@ -46,9 +47,21 @@ def operands(
     plan: QueryPlan, inputs: AttentionInputs, fields: dict[str, Operand]
 ) -> dict[str, jax.Array]:
     """The records and the schedule of ranked work tiles, of the kernel's operands."""
+    if segments.fits(plan):
+        ids = inputs.q_segment_ids, inputs.kv_segment_ids
+        made = segments.prepare(plan, mask_bounds(plan), *ids)
+    else:
+        made = by_xla(plan, inputs, fields)
+    return dict(zip(("segment_spans", "schedule"), made, strict=True))
+
+
+def by_xla(
+    plan: QueryPlan, inputs: AttentionInputs, fields: dict[str, Operand]
+) -> tuple[jax.Array, jax.Array]:
+    """(`records`, `schedule_by_rank`) in jax.numpy, of the kernel's operands."""
     sizes = ROWS, plan.tiling.block_kv
     spans = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
-    return {"segment_spans": records(plan, spans), "schedule": schedule_by_rank(plan, spans)}
+    return records(plan, spans), schedule_by_rank(plan, spans)
 
 
 def records(plan: QueryPlan, spans: jax.Array) -> jax.Array:
@@ -70,7 +83,7 @@ def schedule_by_rank(plan: QueryPlan, spans: jax.Array) -> jax.Array:
     firsts, lasts = ([spans[:, i, n :: len(units)] for n in units] for i in (0, 3))
     begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
     end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
-    order = jnp.argsort(begin - end, axis=1).astype(jnp.int32)
+    order = tile_lists.longest_first(end - begin)
     low_bits = (1 << bits) - 1
     head = table >> bits
     codes = (table & ~low_bits) | order[head // problem.q_heads, table & low_bits]

@@ -100,20 +100,23 @@ def test_each_claim_counts_once(monkeypatch, case, work_tiles):
 
 
 def test_the_last_head_goes_by_rank():
-    """The last head of the last batch row takes its longest work tile first."""
+    """The last head of the last batch row takes its longest work tile first, by kernel and XLA."""
     case, config = of((130, 500, 70, 400), (4, 2), batch=2), sm90.Config(**TWO, claims=True)
     problem, inputs = forward.problem_of(case), AttentionInputs(**forward.arguments_of(case))
     plan = sm90.plan_of(problem, config)
     keys = tma_operands.round_up(problem.kv_len, config.block_kv)
     fields = tma_operands.segment_ids(inputs, plan.tiling.padded_rows, keys)
-    made = documents.operands(plan, inputs, fields)
-    codes, static = np.asarray(made["schedule"])[0, 1:], tile_scheduler.schedule(plan)[0, 1:]
+    records, schedule = documents.by_xla(plan, inputs, fields)
+    with mosaic.interpret():
+        made = jax.jit(functools.partial(documents.operands, plan))(inputs, fields)
+    np.testing.assert_array_equal(made["segment_spans"], records)
+    np.testing.assert_array_equal(made["schedule"], schedule)
+    codes, static = np.asarray(schedule)[0, 1:], tile_scheduler.schedule(plan)[0, 1:]
     ranked = static >> plan.code_bits >= plan.order.first_ranked_head
     np.testing.assert_array_equal(codes[~ranked], static[~ranked])
     tiles = codes[ranked][:: problem.group] & ((1 << plan.code_bits) - 1)
     assert sorted(tiles) == list(range(plan.tiling.q_tiles))
-    spans = np.asarray(made["segment_spans"])[-1][:, : 4 * config.warpgroups]
-    spans = spans.reshape(plan.tiling.q_tiles, -1, 4)
+    spans = np.asarray(records)[-1][:, : 4 * config.warpgroups].reshape(plan.tiling.q_tiles, -1, 4)
     causal = documents.mask_bounds(plan)[1]
     lengths = np.minimum(spans[..., 3].max(1), causal) - spans[..., 0].min(1)
     assert (np.diff(lengths[tiles]) <= 0).all() and lengths[tiles[0]] > lengths[tiles[-1]]
@@ -230,6 +233,7 @@ def test_compiles_without_spills_or_serialised_matmuls():
     report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
     assert {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels} == {
         "flash_fwd_sm90",
+        "segments",
     }
     assert report.spill_bytes == 0
 

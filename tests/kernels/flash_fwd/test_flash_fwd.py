@@ -20,7 +20,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import segment_spans, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
-from pallas_attn.kernels.flash_fwd import batch_rows, documents
+from pallas_attn.kernels.flash_fwd import batch_rows, documents, segments
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
@@ -542,6 +542,53 @@ def test_documents_are_assigned_once_and_evenly():
     # A tile of 128 rows needs the kv tiles of its document up to its own.
     loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in assigned]
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
+
+
+@mosaic.here_and_on_a_gpu
+@pytest.mark.parametrize(
+    "sizes, config, mask",
+    [
+        ((2, 260, 200, 3), SMALL, CAUSAL),
+        ((1, 130, 1000, 2), kernel.Config(3, 32, 2, 0, 0), FULL),
+        ((2, 700, 700, 40), kernel.Config(1, 16, 2, 0, 7), sliding_window(100)),
+    ],
+    ids=str,
+)
+def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
+    """Ids of packed documents, and ids in no order at all."""
+    batch, q_len, kv_len, heads = sizes
+    changes = {"q_len": q_len, "kv_len": kv_len, "q_heads": heads, "kv_heads": heads}
+    problem = dataclasses.replace(
+        problem_of(case_named("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
+    )
+    plan = kernel.plan_of(problem, config)
+    rng = np.random.default_rng(q_len)
+    arguments = [
+        rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
+    ]
+    arguments[0][0], arguments[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
+    ids = [jnp.asarray(x, jnp.int32) for x in arguments]
+    bounds = documents.mask_bounds(plan)
+    with where():
+        records, codes = jax.jit(functools.partial(segments.prepare, plan, bounds))(*ids)
+    lengths = plan.tiling.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
+    padded = map(tma_operands.extended, ids, lengths)
+    want_records, want_codes = documents.by_xla(
+        plan, None, dict(zip(SEGMENTS, padded, strict=True))
+    )
+    np.testing.assert_array_equal(records, want_records)
+    np.testing.assert_array_equal(codes, want_codes)
+
+
+def test_segments_of_long_rows_and_of_positions_are_left_to_xla():
+    problem = dataclasses.replace(problem_of(case_named("t_equals_s")), arrays=SEGMENTS)
+
+    def fits(rows, **changes):
+        changed = dataclasses.replace(problem, q_len=rows, kv_len=rows, **changes)
+        return segments.fits(kernel.plan_of(changed, kernel.Config(2, 128, 2)))
+
+    assert fits(46_336) and not fits(46_464)  # 724 units by 362 kv tiles, and 726 by 363
+    assert fits(256) and not fits(256, arrays=(*SEGMENTS, "q_positions"))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -88,6 +88,16 @@ SIZES = [(1024, 1, 2**14), (1, 4, 2**14), (12 * 1024, 1, 8)]
 SIZES += [(1025, 1, 2**14), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 65), (1, 300)], ids=str)
+def test_work_tiles_come_longest_first(shape):
+    """The order is that of a stable sort, the greatest number of steps first."""
+    for most in (0, 2, 1000):
+        steps = np.random.default_rng(most).integers(-most, most + 1, shape, np.int32)
+        order = jax.jit(tile_lists.longest_first)(jnp.asarray(steps))
+        assert order.dtype == jnp.int32
+        np.testing.assert_array_equal(order, np.argsort(-steps, axis=-1, kind="stable"))
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_documents_take_few_launches():
