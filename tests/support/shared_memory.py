@@ -72,7 +72,7 @@ def problem(pick: random.Random) -> Any:
 
 def attention(pick: random.Random) -> AttentionProblem:
     """A forward, a backward or tangents."""
-    op = "flash_" + pick.choice(("forward", "backward", "backward", "jvp", "dual"))
+    op = "flash_" + pick.choice(("forward", "backward", "backward", "jvp"))
     dtype = pick.choice((*FLOATS, "bfloat16", *FLOAT8))
     narrow = dtype in FLOAT8
     has_mask_program, has_score_program = pick.random() < 0.15, pick.random() < 0.15
@@ -108,7 +108,8 @@ def attention(pick: random.Random) -> AttentionProblem:
         blocks = ((1, -(-n // 128)) for n in (q_len, kv_len, kv_len))
         fields |= {"out_dtype": "bfloat16", "scale_blocks": tuple(map(pick.choice, blocks))}
         arrays |= {"q_scale", "k_scale", "v_scale"}
-    if op in ("flash_jvp", "flash_dual"):
+    if op == "flash_jvp":
+        op = pick.choice((op, "flash_dual"))
         moving = [name for name in ("bias", "k", "q", "v") if name != "bias" or "bias" in arrays]
         fields["tangents"] = tuple(x for x in moving if pick.random() < 0.7) or ("q",)
     if op == "flash_jvp":

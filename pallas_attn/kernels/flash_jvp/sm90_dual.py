@@ -5,8 +5,8 @@ With the inputs and tangents of some of them, by an online softmax over kv tiles
     out = P v     lse     out' = P v' + (P o S') v - rowsum(P o S') out     lse' = rowsum(P o S')
 
 It is for `jax.jvp` without gradients around it, which makes the targets of MeanFlow and of
-consistency models. Two launches take 28 % longer at head dim 72 (256 rows), 16 to 25 % at most other
-sizes and 5 % at 128 (1024 rows), on an H200.
+consistency models. On an H200 two launches take 28 % longer at head dim 72 (256 rows), 16 to 25 %
+at most other sizes, and 5 % at 128 (1024 rows).
 
 `flash_jvp.sm90` starts from out and lse and computes the scores a second time: with the forward,
 seven matmuls a tile, where this kernel has six. A warpgroup holds two accumulators of its 64 rows,
@@ -28,7 +28,6 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, WorkTile
@@ -39,7 +38,7 @@ from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.mosaic import BARRIERS, SMEM_LIMIT
+from pallas_attn.kernels.lang.mosaic import BARRIERS
 from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile, RegisterTiles
 from pallas_attn.kernels.mma import wgmma
 
@@ -49,10 +48,9 @@ class Config(TangentConfig):
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        """The first that fits in shared memory."""
+        """All dims fit in shared memory: 128 with all tangents takes the whole of it."""
         narrow = max(problem.head_dim, problem.v_head_dim) <= 64
-        choices = [*([cls(2, 64, 4)] if narrow else []), cls(2, 64, 2), cls(1, 64, 2)]
-        return next((x for x in choices if smem_bytes(problem, x) <= SMEM_LIMIT), choices[-1])
+        return cls(2, 64, 4 if narrow else 2)
 
 
 def scratch(plan: QueryPlan) -> Smem:
@@ -175,11 +173,9 @@ def _epilogue(
         dot = sums.out_dot[n] * mosaic.broadcast_rows(factor, x.shape)
         out[n], out_dot[n] = scaled, dot - scaled * mosaic.broadcast_rows(moved, x.shape)
     if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse, moved = jnp.where(inside, lse, -jnp.inf), jnp.where(inside, moved, 0.0)
-        some = [mosaic.broadcast_rows(inside, x.shape) for x in out]
-        out = [jnp.where(live, x, 0.0) for live, x in zip(some, out, strict=True)]
-        out_dot = [jnp.where(live, x, 0.0) for live, x in zip(some, out_dot, strict=True)]
+        others = (moved, out, out_dot)
+        lse, others = softmax.without_dead_rows(lse, others, rows.row, tile.q_len)
+        moved, out, out_dot = others
     at = pl.ds(rows.row, ROWS)
     mosaic.store(results[1].at[tile.batch, tile.head, at], lse)
     mosaic.store(results[3].at[tile.batch, tile.head, at], moved)
@@ -228,14 +224,4 @@ def run(
     return tuple(x[:, :rows, :, :columns] if x.ndim == 4 else x[:, :, :rows] for x in results)
 
 
-def limit(problem: AttentionProblem) -> Limit | None:
-    """Why the kernel cannot take a problem, or None."""
-    return sm90.limit(problem)
-
-
-def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v."""
-    return sm90.shares_keys(problem)
-
-
-KERNEL = Kernel(Config, limit, smem_bytes, run, shares_keys=shares_keys)
+KERNEL = Kernel(Config, sm90.limit, smem_bytes, run, shares_keys=sm90.shares_keys)

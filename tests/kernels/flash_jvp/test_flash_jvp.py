@@ -73,7 +73,7 @@ CASES = {
 # tested there, and on a GPU by both.
 DUAL = [
     *("plain", "causal", "window", "band", "offset", "lengths", "score", "bias", "ramp", "sinks"),
-    *("mask_array", "float16", "panels"),
+    *("mask_array", "float16", "panels", "of_k", "of_v"),
 ]
 FLOAT32 = {
     "float32": Case(dtype="float32", mask=CAUSAL),
@@ -332,7 +332,7 @@ def problem_of(dim, along=("k", "q", "v"), dtype="bfloat16", gpu="sm90"):
 def test_what_kernels_take():
     assert sm90.limit(problem_of(128)) is None
     for problem in (problem_of(192), problem_of(64, dtype="float32"), problem_of(64, ("sinks",))):
-        assert sm90.limit(problem) is not None and sm90_dual.limit(problem) is not None
+        assert sm90.limit(problem) is not None and sm90_dual.KERNEL.limit(problem) is not None
     *_, portable = dispatch.TABLES["flash_jvp"]
     assert portable.refusal(problem_of(256, gpu="sm80")) is None
     said = portable.refusal(problem_of(256, dtype="float32", gpu="sm86"))
