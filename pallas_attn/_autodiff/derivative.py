@@ -22,7 +22,10 @@ from pallas_attn._autodiff import by_rows, linear, score_gradients
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
+from pallas_attn._call.special import Special
 from pallas_attn._mesh import sharding
+
+dual = Special("_autodiff.dual")  # results and tangents in one launch
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -40,6 +43,11 @@ class Call(Protocol):
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         """The tangents of out and lse, by those of some inputs."""
+
+    def dual(self, names: tuple[str, ...]) -> Callable[..., Arrays] | None:
+        """Computes (out, lse, tangents of out and lse) by the inputs and tangents of some, in one
+        launch; None where there is no such launch.
+        """
 
     def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
         """Gradients of at least the inputs `names`; those of `score_aux` are float32."""
@@ -68,6 +76,19 @@ class Attention:
         numbers = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         names = {number: name for name, number in numbers.named().items()}
         return Derivative(self.call, self.tree, tuple([names[number] for number in moving]))
+
+    def dual(self, moving: tuple[int, ...]) -> linear.Dual | None:
+        names = self.derivative(moving).names
+        both = self.call.dual(names)
+        if both is None:
+            return None
+
+        def run(arrays: Arrays, along: Arrays) -> Arrays:
+            inputs = jax.tree.unflatten(self.tree, arrays)
+            return both(inputs, dict(zip(names, along, strict=True)))
+
+        launch: linear.Dual = dual.Launch(self, moving, run)
+        return launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,13 +184,35 @@ class KernelCall:
         if chosen is None:
             return by_definition(self, inputs, tangents)
         residuals = (inputs_of_kernel, *results, by_kernel)
-        parts = [batching.compiled_once(batching.attention_tangents, chosen, problem, residuals)]
+        first = batching.compiled_once(batching.attention_tangents, chosen, problem, residuals)
+        return self._with_others(inputs, results, tangents, first)
+
+    def _with_others(
+        self, inputs: AttentionInputs, results: Results, tangents: Named, first: Results
+    ) -> Results:
+        """The tangents along all inputs, by those along `MOVING`."""
+        parts = [first]
         if "sinks" in tangents:
             parts.append(_along_sinks(inputs, results, tangents["sinks"]))
         if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
             parts.append(by_definition(self, inputs, rest))
         out, lse = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
         return out, lse
+
+    def dual(self, names: tuple[str, ...]) -> Callable[..., Arrays] | None:
+        moving = tuple(sorted(set(names) & set(MOVING)))
+        problem = dataclasses.replace(self.problem, op="flash_dual", tangents=moving)
+        chosen = dispatch.of_derivative(problem, self.implementation) if moving else None
+        if chosen is None:
+            return None
+
+        def run(inputs: AttentionInputs, tangents: Named) -> Arrays:
+            arrays = inputs, {name: tangents[name] for name in moving}
+            both = batching.compiled_once(batching.attention_tangents, chosen, problem, arrays)
+            results, first = both[:2], both[2:]
+            return *results, *self._with_others(inputs, results, tangents, first)
+
+        return run
 
     def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
         numbers, named = numbers_of_aux(names), dict[str, Array]()

@@ -55,6 +55,16 @@ class Linear(Protocol):
         """The types of `linear`."""
 
 
+class Dual(Protocol):
+    """A function and its derivative along some arrays, in one launch: `dual.Launch`."""
+
+    def mapped(self, function: "MappedFunction", dims: Dims) -> "Dual":
+        """The same under jax.vmap, which maps these axes of the tangents."""
+
+    def bind(self, jaxpr: Jaxpr, arrays: Operands, along: Operands) -> tuple[Any, Any]:
+        """The results and their tangents. `jaxpr`: the function's."""
+
+
 class Function(Protocol):
     """A function of arrays: a static, hashable value."""
 
@@ -68,6 +78,9 @@ class Function(Protocol):
         """The derivative along some of the arrays, by their numbers. Its residuals are all arrays
         and then the results.
         """
+
+    def dual(self, moving: tuple[int, ...]) -> Dual | None:
+        """The results and the derivative in one launch, where there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +167,10 @@ class MappedFunction:
         dims, of = self.dims, self.of.derivative(moving)
         return Mapped(of, self.size, (*dims, 0, 0), tuple(dims[n] for n in moving))
 
+    def dual(self, moving: tuple[int, ...]) -> Dual | None:
+        launch = self.of.dual(moving)
+        return None if launch is None else launch.mapped(self, tuple(self.dims[n] for n in moving))
+
 
 # ---- the primitive of a function -----------------------------------------------------------------
 
@@ -198,11 +215,19 @@ def _jvp_of_function(
     primals: Operands, tangents: Operands, *, function: Function, jaxpr: Jaxpr
 ) -> Any:
     moving = tuple([n for n, x in enumerate(tangents) if not is_zero(x)])
-    results = function.named(tuple(_function.bind(*primals, function=function, jaxpr=jaxpr)))
+    along = [tangents[n] for n in moving]
+    alone = not any([isinstance(x, JaxprTracer) for x in along])  # nobody wants a gradient
+    if moving and alone and (launch := function.dual(moving)) is not None:
+        return launch.bind(jaxpr, primals, along)
+    results = bound(function, jaxpr, primals)
     if not moving:
         return results, [ad.Zero(jax.typeof(x)) for x in results]
-    along = [tangents[n] for n in moving]
     return results, call(function.derivative(moving), (*primals, *results), along)
+
+
+def bound(function: Function, jaxpr: Jaxpr, arrays: Sequence[Array]) -> Arrays:
+    """The results of a function that was traced before."""
+    return function.named(tuple(_function.bind(*arrays, function=function, jaxpr=jaxpr)))
 
 
 def _batch_function(
@@ -244,6 +269,17 @@ def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array])
         types = tuple(jaxpr.out_avals)
     static: dict[str, Any] = {"operation": operation, "count": len(residuals), "types": types}
     return list(_linear.bind(*residuals, *linear, **static, jaxpr=jaxpr, run=run))
+
+
+def staged(operation: Linear, count: int, types: Types) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive of a call, and its parameters, where it is traced when it is lowered."""
+    static: dict[str, Any] = {"operation": operation, "count": count, "types": types}
+    return _linear, static | {"jaxpr": None, "run": sharding.as_now(operation.apply)}
+
+
+def staged_function(function: Function, jaxpr: Jaxpr) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive of a function that was traced before, and its parameters."""
+    return _function, {"function": function, "jaxpr": jaxpr}
 
 
 def apply(

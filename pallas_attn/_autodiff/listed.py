@@ -232,6 +232,10 @@ class ListedAttention:
     def derivative(self, moving: tuple[int, ...]) -> "AlongLists":
         return AlongLists(self.call.facts, moving)
 
+    def dual(self, moving: tuple[int, ...]) -> None:
+        """No launch computes results and tangents."""
+        del moving
+
 
 @dataclasses.dataclass(frozen=True)
 class AlongLists:

@@ -315,11 +315,13 @@ def attention_backward(
 def attention_tangents(
     chosen: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
 ) -> tuple[Array, ...]:
-    """`chosen.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
-    batching and sharding. `tangents`: a dict by the names in `AttentionProblem.tangents`.
+    """`chosen.run(residuals, problem)`, for any batching and sharding: (inputs, out, lse, tangents)
+    -> the tangents of out and lse, or (inputs, tangents) -> out, lse and their tangents.
+    `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
-    others = (*RESULTS, *[f"{name}_dot" for name in problem.tangents])
-    return attention(chosen, problem, residuals, others, ("out_dot", "lse_dot"))
+    known, made = (RESULTS, ()) if len(residuals) > 2 else ((), RESULTS)
+    others = (*known, *[f"{name}_dot" for name in problem.tangents])
+    return attention(chosen, problem, residuals, others, (*made, "out_dot", "lse_dot"))
 
 
 # ---- rounding q, k and v -------------------------------------------------------------------------

@@ -310,6 +310,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_jvp.sm90", HOPPER),
         Candidate("flash_jvp.sm80", FROM_AMPERE),
     ),
+    # The forward and its tangents in one launch, where forward mode alone asks for them.
+    "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
     "quantize": (
         Candidate("quantize.blocks", FROM_AMPERE),
         Reference(reference.quantize_blocks, lambda problem: "it reads every array twice"),

@@ -177,7 +177,7 @@ class _OfFunctions:
 class AttentionProblem(_OfFunctions):
     """The static facts of one forward or backward call."""
 
-    op: str  # "flash_forward", "flash_backward" or "flash_jvp"
+    op: str  # "flash_forward", "flash_backward", "flash_jvp" or "flash_dual"
     gpu: str | None  # "sm80", "sm90", ...: the generation; None where there is no GPU
     dtype: str  # dtype of q, k and v
     batch: int
@@ -218,7 +218,8 @@ class AttentionProblem(_OfFunctions):
     mask_blocks: tuple[int, int, int | None] | None = None
     out_dtype: str | None = None  # dtype of the output; None: that of q
     scale_blocks: tuple[int, int, int] = (1, 1, 1)  # n of q_scale, k_scale and v_scale
-    tangents: tuple[str, ...] = ()  # inputs whose tangents are given, sorted: of "flash_jvp"
+    # Inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
+    tangents: tuple[str, ...] = ()
 
     @property
     def masks_keys(self) -> bool:

@@ -44,6 +44,10 @@ class SplitCall:
         del results
         return derivative.by_definition(self, inputs, tangents)
 
+    def dual(self, names: tuple[str, ...]) -> None:
+        """No launch computes results and tangents."""
+        del names
+
     def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
         numbers, named = derivative.numbers_of_aux(names), dict[str, Array]()
         if len(numbers) < len(names):

@@ -24,10 +24,32 @@ from tests.parallel.test_kernels_batched_and_sharded import (
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The reference as a kernel, and by its own name; with tangents by its definition."""
+class DualInPlaceOfAKernel:
+    """The reference and its derivative, handed over as a kernel does it."""
+
+    name = implementation = "kernel"
+
+    def takes(self, problem):
+        assert problem.op == "flash_dual" and problem.tangents
+        return True
+
+    def run(self, arrays, problem):
+        inputs, tangents = arrays
+        assert tuple(tangents) == problem.tangents
+        own = {name: getattr(inputs, name) for name in tangents}
+        run = lambda some: REFERENCE.run(inputs._replace(**some), problem)  # noqa: E731
+        results, dots = jax.jvp(run, (own,), (tangents,))
+        return *results, *dots
+
+
+@pytest.fixture(autouse=True, params=["apart", "dual"])
+def kernels(monkeypatch, request):
+    """The reference as a kernel, and by its own name; with tangents by its definition, or in the
+    launch of the results.
+    """
     forward = InPlaceOfAKernel("flash_forward"), REFERENCE
+    dual = (DualInPlaceOfAKernel(),) if request.param == "dual" else ()
+    monkeypatch.setitem(dispatch.TABLES, "flash_dual", dual)
     monkeypatch.setitem(dispatch.TABLES, "flash_forward", forward)
     monkeypatch.setitem(dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
 

@@ -167,6 +167,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "x - 0 * out * mosaic.broadcast_rows(total, x.shape)",
         f"{TEST_JVP} -k 'hopper and plain'",
     ),
+    "the_sum_of_moved_probabilities_is_not_rescaled": Fault(
+        f"{JVP}/sm90_dual.py",
+        "*outs, row_sum, dot_sum = softmax.rescaled(new, older)",
+        "*outs, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
+        f"{TEST_JVP} -k 'dual and ramp'",
+    ),
     "a_tangent_has_no_slope_of_the_score": Fault(
         f"{SHARED}/functions.py",
         'if plan.problem.op != "flash_forward":',

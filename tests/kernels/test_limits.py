@@ -140,9 +140,10 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
 
 def asked(problem: Any) -> Iterator[tuple[str, pa.Limit]]:
     """The limits of all kernels of dispatch that refuse a problem."""
+    more = {"flash_jvp": "flash_dual", "decode": "listed_backward"}
     table = dispatch.table_of(problem)
-    if getattr(problem, "listed", None):
-        table += dispatch.TABLES["listed_backward"]
+    if getattr(problem, "listed", None) or problem.op == "flash_jvp":
+        table += dispatch.TABLES[more[problem.op]]
     for row in table:
         if isinstance(row, dispatch.Candidate):
             limit = row.kernel.limit(problem) or row.kernel.slower(problem)

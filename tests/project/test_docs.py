@@ -362,7 +362,7 @@ def test_problems_that_no_kernel_takes(operation, fields):
 
 
 def test_the_matrix_knows_every_operation():
-    variants = {"decode_mla", "decode_quantized", "decode_merged"}
+    variants = {"decode_mla", "decode_quantized", "decode_merged", "flash_dual"}
     variants |= {"decode_listed", "decode_listed_mla", "listed_backward"}
     assert set(support.OPERATIONS) | variants == set(dispatch.TABLES)
 

@@ -328,15 +328,19 @@ def _lm() -> Build:
     return Build("h100", call, (params, cache, state), (1, 2), lm_state.COMPILER)
 
 
-def tangents(options, q, k, v, *along):
-    """Results and tangents, along all of q, k and v."""
+def tangents(options, alone, q, k, v, *along):
+    """Along all of q, k and v: `alone` beside the results, in one launch where there is one; else
+    as jax.linearize has them.
+    """
     attend = functools.partial(by_name.flash_attention_with_lse, **options)
-    return jax.jvp(attend, (q, k, v), along)
+    if alone:
+        return jax.jvp(attend, (q, k, v), along)
+    return jax.linearize(attend, q, k, v)[1](*along)
 
 
-def _tangents(target: str, dim: int, **options: Any) -> Build:
+def _tangents(target: str, dim: int, alone: bool = False, **options: Any) -> Build:
     shapes = (_shape("bfloat16", 2, 1024, 4, dim),) * 6
-    return Build(target, functools.partial(tangents, options), shapes)
+    return Build(target, functools.partial(tangents, options, alone), shapes)
 
 
 _attention_sm90 = functools.partial(_attention, "h100")
@@ -446,7 +450,9 @@ BUILDS: dict[str, Build] = {
     ),
     "flash_bwd/sm90/h64_mask_of_rows": _backward_sm90(64, also=("mask_array_of_rows",)),
     "flash_jvp/sm90/h128_causal": _tangents("h100", 128, mask=pa.CAUSAL),
-    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, mask=pa.CAUSAL),
+    "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
+    "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
+    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, alone=True, mask=pa.CAUSAL),
     "flash_bwd/sm100/h128_causal": _attention(
         "b200", 128, backward=True, implementation="sm100", **_CAUSAL
     ),

@@ -50,6 +50,7 @@ QUICK = {
     "kernels/flash_bwd/sm80_dq.py": f"{_EVERY}[flash_bwd.sm80-apart]",
     "kernels/flash_bwd/sm80_dbias.py": f"{_CASES}[portable_kernels-bias]",
     "kernels/flash_jvp/sm90.py": f"{_EVERY}[flash_jvp.sm90-lengths]",
+    "kernels/flash_jvp/sm90_dual.py": f"{_EVERY}[flash_jvp.sm90_dual-lengths]",
     "kernels/flash_jvp/sm80.py": f"{_EVERY}[flash_jvp.sm80-lengths]",
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"

@@ -495,6 +495,10 @@ def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, call=None, **_):
     return _program(jaxpr or call_jaxpr or fun_jaxpr or call)
 
 
+def _dual(eqn, run, dual, moving, **_):
+    return _linear(eqn, dual, run, len(eqn.invars) - len(moving))
+
+
 def _linear(eqn, jaxpr, run, count, **_):
     """`_autodiff.linear`, which traces its operation late where it is transposed as a rule."""
     if jaxpr is None:
@@ -558,6 +562,8 @@ def _callback(eqn, callback, result_avals, **_):
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {
+    "pallas_attn_choose",
+    "pallas_attn_dual",
     "pallas_attn_function",
     "pallas_attn_linear",
     "remat2",
@@ -621,6 +627,8 @@ RULES: dict[str, Callable[..., Rule]] = {
     "shard_map": devices_in_numpy.shard_map(_steps_of),
     **devices_in_numpy.COLLECTIVES,
     **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
+    "pallas_attn_choose": lambda eqn, **_: lambda *arrays: arrays[: len(eqn.outvars)],
+    "pallas_attn_dual": _dual,
     "pallas_attn_linear": _linear,
 }
 

@@ -244,17 +244,20 @@ def windows_of_a_head() -> tuple[Calls, Calls]:
 
 def tangents(module: str) -> Row:
     """The bias of the hard call rises from key to key."""
+    dual = module == "sm90_dual"
     cases, name = test_flash_jvp.CASES, f"flash_jvp_{module}"
 
-    def computed(case, config):
+    def computed(case, config, call):
         if jax.default_backend() != "gpu":
-            return test_flash_jvp.computed(case, name, config)
+            return test_flash_jvp.computed(case, name, config, call)
         floats, dots, rest = test_flash_jvp.drawn(case, poison=True)
-        run = functools.partial(test_flash_jvp.tangents, rest=rest, implementation=module)
+        run = functools.partial(call, rest=rest, implementation=module.removesuffix("_dual"))
         return jax.block_until_ready(jax.jit(run)(floats, dots))
 
     def check(case, config):
-        test_flash_jvp.check(case, computed(case, config))
+        call = test_flash_jvp.dual if dual else test_flash_jvp.tangents
+        results = computed(case, config, call)
+        (test_flash_jvp.check_dual if dual else test_flash_jvp.check)(case, results)
 
     ends = test_flash_jvp.Case(
         q=(4, 65, 2, 32),
@@ -524,7 +527,7 @@ KERNELS = (
         "sinks": (endless(LARGE), bwd_wide.Config(grid=2)),
     }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), bwd_wide.Config(grid=2))}),
     Row("flash_bwd.sm90_group_window", backward, *windows(test_bwd_group_window)),
-    *map(tangents, ("sm90", "sm80")),
+    *map(tangents, ("sm90", "sm80", "sm90_dual")),
     Row("decode.sm90", over_caches, {
         "plain": (HardDecode(), decode_sm90.Config(stages=3, grid=1)),
         "in_parts": (HardDecode(q_len=2), decode_sm90.Config(stages=2, grid=9)),

@@ -109,8 +109,10 @@ def attention(pick: random.Random) -> AttentionProblem:
         fields |= {"out_dtype": "bfloat16", "scale_blocks": tuple(map(pick.choice, blocks))}
         arrays |= {"q_scale", "k_scale", "v_scale"}
     if op == "flash_jvp":
+        op = pick.choice((op, "flash_dual"))
         moving = [name for name in ("bias", "k", "q", "v") if name != "bias" or "bias" in arrays]
         fields["tangents"] = tuple(x for x in moving if pick.random() < 0.7) or ("q",)
+    if op == "flash_jvp":
         arrays -= {"sinks"}
     elif batch % 2 == 0 and "q_segment_ids" not in arrays and pick.random() < 0.2:
         arrays.add("q_offset")

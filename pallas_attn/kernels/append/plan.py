@@ -127,7 +127,7 @@ class AppendRefs(NamedTuple):
     cos: GmemRef | None = None  # the tables of `Change`, and its weight
     sin: GmemRef | None = None
     norm_weight: GmemRef | None = None
-    start: GmemRef | None = None  # that of `AppendInputs`, in place of `end`
+    start: GmemRef | None = None  # position of row 0, in place of `end`
 
 
 class At(NamedTuple):

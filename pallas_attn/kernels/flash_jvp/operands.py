@@ -28,7 +28,7 @@ class Residuals(NamedTuple):
     """The arrays of a launch."""
 
     inputs: AttentionInputs
-    out: Any
+    out: Any  # None, like lse, where the launch makes both of them
     lse: Any
     tangents: dict[str, jax.Array]  # by the names of inputs: `AttentionProblem.tangents`
 
@@ -39,8 +39,8 @@ class TangentRefs(NamedTuple):
     q: GmemRef
     k: GmemRef
     v: GmemRef
-    out: GmemRef
-    lse: GmemRef  # float32[B, N, padded rows], log2 units; inf for a row without a key
+    out: GmemRef = None
+    lse: GmemRef = None  # float32[B, N, padded rows], log2 units; inf for a row without a key
     q_dot: GmemRef = None
     k_dot: GmemRef = None
     v_dot: GmemRef = None
@@ -64,6 +64,7 @@ class TangentRefs(NamedTuple):
     mask_aux: Any = ()
     score_aux: Any = ()
     tiles: GmemRef = None
+    sinks: GmemRef = None  # read by `sm90_dual` alone
 
 
 def of_call(plan: QueryPlan, residuals: Residuals) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def of_call(plan: QueryPlan, residuals: Residuals) -> dict[str, Any]:
     if "bias" in problem.tangents:
         bias_dot = residuals.tangents["bias"]
         fields["bias_dot"] = tma_operands.padded(bias_dot, {2: sizes[0], 3: sizes[1]})
-    return fields | {"lse": _lse_of_rows(plan, residuals)}
+    return fields if residuals.lse is None else fields | {"lse": _lse_of_rows(plan, residuals)}
 
 
 def _lse_of_rows(plan: QueryPlan, residuals: Residuals) -> jax.Array:

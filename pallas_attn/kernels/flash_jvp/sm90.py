@@ -141,7 +141,11 @@ class Smem(NamedTuple):
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     products = sum(operands.score_products(plan.problem), ())
-    names = {"q", "k", "out", *operands.values(plan.problem), *products}
+    return buffers(plan, {"q", "k", "out", *operands.values(plan.problem), *products})
+
+
+def buffers(plan: QueryPlan, names: set[str]) -> Smem:
+    """Shared memory for these arrays."""
     config, barrier = plan.config, plgpu.Barrier
     consumers, stages = config.warpgroups, config.stages
 
@@ -536,7 +540,9 @@ def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct
 def operands_of(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
     """The operands of a kernel. XLA copies none of them, as in the forward."""
     inputs, fields = residuals.inputs, operands.of_call(plan, residuals)
-    arrays = {name: getattr(inputs, name) for name in "qkv"} | {"out": residuals.out}
+    arrays = {name: getattr(inputs, name) for name in "qkv"}
+    if residuals.out is not None:
+        arrays["out"] = residuals.out
     arrays |= {f"{name}_dot": x for name, x in residuals.tangents.items() if name != "bias"}
     forms = {name: plan.v if name in ("v", "v_dot", "out") else plan.qk for name in arrays}
     fields |= {name: tma_operands.stored(x, forms[name]) for name, x in arrays.items()}

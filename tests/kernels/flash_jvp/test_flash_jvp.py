@@ -16,7 +16,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import bind, config, device, dispatch
-from pallas_attn.kernels.flash_jvp import sm90
+from pallas_attn.kernels.flash_jvp import sm90, sm90_dual
 from tests.support import aot, builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -69,6 +69,12 @@ CASES = {
     "of_k": Case(("k",)),
     "of_v": Case(("v",), mask=CAUSAL),
 }
+# By the launch of results and tangents: masks and arrays that it reads as the other one does are
+# tested there, and on a GPU by both.
+DUAL = [
+    *("plain", "causal", "window", "band", "offset", "lengths", "score", "bias", "ramp", "sinks"),
+    *("mask_array", "float16", "panels", "of_k", "of_v"),
+]
 FLOAT32 = {
     "float32": Case(dtype="float32", mask=CAUSAL),
     "float32_highest": Case(dtype="float32", mask=CAUSAL, precision="highest"),
@@ -191,6 +197,15 @@ def tangents(floats, dots, rest, implementation):
     return jax.linearize(run, {name: floats[name] for name in dots})[1](dots)
 
 
+def dual(floats, dots, rest, implementation):
+    """Results and tangents by jax.jvp: in one launch on Hopper."""
+
+    def run(some):
+        return pa.flash_attention_with_lse(**(floats | some), **rest, implementation=implementation)
+
+    return jax.jvp(run, ({name: floats[name] for name in dots},), (dots,))
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "score"])  # it is of float32
 def test_derivatives_by_hand_are_those_of_the_reference(name):
     case = dataclasses.replace(CASES[name], dtype="float32")
@@ -227,18 +242,30 @@ def check(case, got):
         assert (np.abs(x - y) <= allowed).all(), (np.abs(x - y) - allowed).max()
 
 
-def computed(case, kernel, configuration=None):
+def computed(case, kernel, configuration=None, call=tangents):
     floats, dots, rest = drawn(case, poison=True)
     forced = contextlib.nullcontext()
     if configuration:
         forced = config.forced(kernel, configuration)
     generation = "sm80" if "sm80" in kernel else "sm90"
     subject = subjects.Subject("interpreted", generation, generation)
-    run = functools.partial(tangents, rest=rest)
+    run = lambda floats, dots, implementation: call(floats, dots, rest, implementation)  # noqa: E731
     with forced, config.watched() as choices:
         results = subject.call(run, floats, dots)
     assert choices[-1].kernel == kernel
     return results
+
+
+def check_dual(case, results):
+    """The results are those of the forward, too."""
+    check(case, results[1])
+    floats, _, rest = drawn(case)
+    options = rest | {name: x for name, x in floats.items() if name in ("bias", "sinks")}
+    qkv = [floats[name] for name in "qkv"]
+    run = functools.partial(pa.flash_attention_with_lse, **options, implementation="reference")
+    for x, y in zip(results[0], jax.jit(run)(*qkv), strict=True):
+        x, y = np.float32(x), np.float32(y)
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 if x.ndim == 4 else 1e-4)
 
 
 @pytest.mark.guards
@@ -263,6 +290,18 @@ by_configuration = pytest.mark.parametrize(
 @by_configuration
 def test_hopper_interpreted_otherwise(configuration):
     check(LONGER, computed(LONGER, "flash_jvp_sm90", configuration))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", DUAL)
+def test_dual_interpreted(name):
+    check_dual(CASES[name], computed(CASES[name], "flash_jvp_sm90_dual", call=dual))
+
+
+@pytest.mark.guards
+@by_configuration
+def test_dual_interpreted_otherwise(configuration):
+    check_dual(LONGER, computed(LONGER, "flash_jvp_sm90_dual", configuration, dual))
 
 
 @pytest.mark.guards
@@ -293,7 +332,7 @@ def problem_of(dim, along=("k", "q", "v"), dtype="bfloat16", gpu="sm90"):
 def test_what_kernels_take():
     assert sm90.limit(problem_of(128)) is None
     for problem in (problem_of(192), problem_of(64, dtype="float32"), problem_of(64, ("sinks",))):
-        assert sm90.limit(problem) is not None
+        assert sm90.limit(problem) is not None and sm90_dual.KERNEL.limit(problem) is not None
     *_, portable = dispatch.TABLES["flash_jvp"]
     assert portable.refusal(problem_of(256, gpu="sm80")) is None
     said = portable.refusal(problem_of(256, dtype="float32", gpu="sm86"))
@@ -340,11 +379,12 @@ def gradient_alone(q, k, v, *dots):
 @pytest.mark.guards
 @pytest.mark.parametrize("generation", ["sm80", "sm90"])
 def test_launches(generation):
-    """The forward's, and one for its tangents."""
+    """One launch where forward mode alone asks."""
     number = "sm90" if generation == "sm90" else "sm80"
     fwd, jvp = (f"flash_{x}_{number}" for x in ("fwd", "jvp"))
-    for run in (forward, linearized):
-        assert lowered(run, generation) == [fwd, jvp]
+    alone = ["flash_dual_sm90"] if number == "sm90" else [fwd, jvp]
+    assert lowered(forward, generation) == alone
+    assert lowered(linearized, generation) == [fwd, jvp]
 
 
 @pytest.mark.guards
@@ -356,16 +396,17 @@ def test_launches_beside_gradients(generation):
     fwd, jvp = (f"flash_{x}_{generation}" for x in ("fwd", "jvp"))
     launches = lowered(with_a_gradient, generation)
     assert {fwd, jvp} < set(launches) and any("flash_bwd" in name for name in launches)
-    assert not any("jvp" in x for x in lowered(gradient_alone, generation))
+    assert not any("jvp" in x or "dual" in x for x in lowered(gradient_alone, generation))
 
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-def test_machine_code_of_hopper():
+@pytest.mark.parametrize("name", ["h128_causal", "h64_dual", "h128_dual"])
+def test_machine_code_of_hopper(name):
     """No matmuls that wait for each other, and few spills."""
-    build = builds.BUILDS["flash_jvp/sm90/h128_causal"]
+    build = builds.BUILDS[f"flash_jvp/sm90/{name}"]
     report = aot.compile_for(build.call, *build.shapes)
-    assert report.spill_bytes <= 32
+    assert report.spill_bytes <= (400 if name == "h128_dual" else 32)
 
 
 @pytest.mark.gpu
@@ -374,5 +415,7 @@ def test_machine_code_of_hopper():
 def test_on_the_gpu(name, implementation):
     case = (CASES | FLOAT32)[name]
     floats, dots, rest = drawn(case, poison=True)
-    run = functools.partial(tangents, rest=rest, implementation=implementation)
-    check(case, jax.block_until_ready(jax.jit(run)(floats, dots)))
+    for call in (tangents, dual):
+        run = functools.partial(call, rest=rest, implementation=implementation)
+        results = jax.block_until_ready(jax.jit(run)(floats, dots))
+        check(case, results if call is tangents else results[1])
