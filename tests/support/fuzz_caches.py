@@ -695,7 +695,8 @@ class Program:
         quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
         make = budget.over_quantized if quantised else budget.attention
         expected = make(plain, tensor_cores=cores, grids=grids)
-        return budget.by_8_bits(expected, plain) if case.byte_rows else expected
+        by_kernels = any(x.implementation != "reference" for x in self.subjects)
+        return budget.by_8_bits(expected, plain) if case.byte_rows and by_kernels else expected
 
     def _in_tree(self, m: int, length: int, keys: int) -> np.ndarray:
         """bool[1, t, keys]: what the drafts of a sequence see; prompts, rows before them."""

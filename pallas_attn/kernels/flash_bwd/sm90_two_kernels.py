@@ -138,8 +138,15 @@ def by_64_keys(problem: AttentionProblem) -> bool:
     return is_wide(problem) or sm90.has_block_table(problem)
 
 
+def _check_tile(problem: AttentionProblem, name: str, size: int) -> None:
+    """Raises the ValueError for a tile that wgmma cannot multiply by."""
+    if problem.dtype != "float32" and size < ROWS:
+        raise ValueError(f"Config.{name} must be at least {ROWS} of 16-bit numbers, got {size}")
+
+
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
+    _check_tile(problem, "block_q", config.block_q)
     keys = sm90_dkdv.KEYS if by_64_keys(problem) else sm90_fused.KEYS
     tiling = KeyTiling(problem, keys, config.block_q)
     locked = config.lockstep and tiling.allows_lockstep
@@ -151,6 +158,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
+    _check_tile(problem, "dq_block_kv", config.dq_block_kv)
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
     plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes), (config.grid, 0))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
@@ -170,11 +178,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the kernel that needs most."""
-    if problem.dtype != "float32" and min(config.block_q, config.dq_block_kv) < 64:
-        raise ValueError(
-            "Config.block_q and Config.dq_block_kv must be at least 64 of 16-bit numbers, got "
-            f"{config.block_q} and {config.dq_block_kv}"
-        )
     kernel = sm90_dkdv if by_64_keys(problem) else sm90_fused
     own = kernel.buffer_bytes(plan_of(problem, config))
     most = max(own, sm90_dq.buffer_bytes(dq_plan(problem, config))) + BARRIERS

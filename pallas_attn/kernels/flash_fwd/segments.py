@@ -12,6 +12,9 @@ of the block between them:
   codes     a thread for each entry of `tile_scheduler.schedule`: the work tile of a rank
 
 Each program loads from global memory before it computes, so that it waits once.
+
+The workload is training on packed documents: the forward of 8 documents of 1024 rows takes 76 us on
+an H200, and 96 where XLA prepares them (`results/forward_h200.jsonl`).
 """
 
 import functools

@@ -301,6 +301,17 @@ SPILLED = {  # bytes, of each kernel, with either JAX
 }
 
 
+@pytest.mark.parametrize("name", ["block_q", "dq_block_kv"])
+def test_narrow_tiles_of_two_kernels_are_for_float32(name):
+    config = sm90_two_kernels.Config(**{name: 32})
+    problem = problem_of(case_named("f32_h64_causal_t2048"))
+    assert sm90_two_kernels.smem_bytes(problem, config) > 0
+    with pytest.raises(
+        ValueError, match=rf"^Config\.{name} must be at least 64 of 16-bit numbers, got 32$"
+    ):
+        sm90_two_kernels.smem_bytes(dataclasses.replace(problem, dtype="bfloat16"), config)
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
