@@ -229,7 +229,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_ORDER,
     ),
     "the_last_head_of_the_backward_goes_by_no_rank": Fault(
-        f"{BWD}/key_tiles.py",
+        f"{SHARED}/tile_lists.py",
         "codes = jnp.where(head >= first, codes, table)",
         "codes = jnp.where(head > first, codes, table)",
         f"{TEST_ORDER} -k order_of_keys",
@@ -284,7 +284,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_CLAIMS} -k by_rank",
     ),
     "by_xla_the_last_head_goes_by_no_rank": Fault(
-        f"{FWD}/documents.py",
+        f"{SHARED}/tile_lists.py",
         "jnp.where(head >= first, codes, table)",
         "jnp.where(head > first, codes, table)",
         f"{TEST_CLAIMS} -k by_rank",

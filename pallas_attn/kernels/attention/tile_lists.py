@@ -221,6 +221,18 @@ def longest_first(count: jax.Array) -> jax.Array:
     return sorted_places(longer | tie)[1]
 
 
+def in_place_of_ranks(
+    table: jax.Array, bits: int, order: jax.Array, heads: int, first: int
+) -> jax.Array:
+    """A table of codes, with work tiles in place of the ranks of heads from `first` on. `order`:
+    `longest_first` of each batch row, which has so many heads.
+    """
+    head, low = table >> bits, (1 << bits) - 1
+    codes = (table & ~low) | order[head // heads, table & low]
+    codes = jnp.where(head >= first, codes, table) if first else codes
+    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+
+
 def sorted_places(before: Any) -> tuple[Any, Any]:
     """The place of each of n numbers when they are sorted, and the number at each place. `before`,
     bool[.., n, n]: whether the second one comes before the first. A sort by XLA would be several

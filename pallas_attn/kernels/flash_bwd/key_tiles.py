@@ -227,8 +227,5 @@ def schedule_by_rank(ctx: KernelContext) -> Operand:
     rows = np.arange(batch, dtype=np.int32)[:, None] * heads << bits
     of_codes = jax.vmap(jax.vmap(lambda code: key_tile(ctx, code).steps))
     steps = of_codes(jnp.asarray(rows + np.arange(kv_tiles, dtype=np.int32)[None]))
-    ranks = tile_lists.longest_first(steps)
-    low, head = (1 << bits) - 1, table >> bits
-    codes = (table & ~low) | ranks[head // heads, table & low]
-    codes = jnp.where(head >= first, codes, table) if first else codes
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+    by_rank = tile_lists.longest_first(steps)
+    return tile_lists.in_place_of_ranks(table, bits, by_rank, heads, first)

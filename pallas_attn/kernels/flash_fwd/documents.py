@@ -75,7 +75,7 @@ def records(plan: QueryPlan, spans: jax.Array) -> jax.Array:
 
 def schedule_by_rank(plan: QueryPlan, spans: jax.Array) -> jax.Array:
     """`tile_scheduler.schedule` with work tiles in place of ranks."""
-    problem, bits, first = plan.problem, plan.order.code_bits, plan.order.first_ranked_head
+    bits, first = plan.order.code_bits, plan.order.first_ranked_head
     table = jnp.asarray(tile_scheduler.schedule(plan))
     lo, hi = mask_bounds(plan)[:, None]
     # Units one by one, not a reduction, which would be a launch of its own.
@@ -84,11 +84,7 @@ def schedule_by_rank(plan: QueryPlan, spans: jax.Array) -> jax.Array:
     begin = jnp.maximum(lo, functools.reduce(jnp.minimum, firsts))
     end = jnp.minimum(hi, functools.reduce(jnp.maximum, lasts))
     order = tile_lists.longest_first(end - begin)
-    low_bits = (1 << bits) - 1
-    head = table >> bits
-    codes = (table & ~low_bits) | order[head // problem.q_heads, table & low_bits]
-    codes = jnp.where(head >= first, codes, table) if first else codes
-    return jnp.concatenate([table[:, :1], codes[:, 1:]], axis=1)
+    return tile_lists.in_place_of_ranks(table, bits, order, plan.problem.q_heads, first)
 
 
 def mask_bounds(plan: QueryPlan) -> np.ndarray:
