@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -129,3 +130,20 @@ def test_a_handed_lse_excuses_nothing_but_its_own_rounding():
         wrong = gradients(dtype=np.float32, **fewer)
         with pytest.raises(AssertionError, match="off by"):
             budget.check(wrong, expected)
+
+
+def test_scores_of_float8_lose_what_tensor_cores_cut():
+    """Beside 256, terms below 2**-5 are cut, each for itself, in these 32 columns and in the next."""
+
+    def error(small: float, columns: int) -> float:
+        q, k = (np.full((1, 1, 1, columns), small, np.float32) for _ in "qk")
+        q[..., 0] = k[..., 0] = 16
+        numbers = {n: jnp.asarray(x, jnp.float8_e4m3fn) for n, x in (("q", q), ("k", k))}
+        scales = {"q_scale": np.full((1, 1, 1), 3.0), "k_scale": np.ones((1, 1, 1))}
+        got = definition.float8_scores(numbers | scales)
+        exact = 3 * (256 + (columns - 1) * small**2)
+        return exact - float(got.squeeze())
+
+    assert error(0.125, 32) == 3 * 31 * 0.125**2
+    assert error(0.25, 32) == 0
+    assert error(0.125, 64) == 3 * 63 * 0.125**2

@@ -137,6 +137,37 @@ def towards_zero(a: Array, b: Array, some: int = 8) -> Array:
     return total
 
 
+def float8_scores(arguments: dict[str, Any]) -> Array:
+    """q @ k of float8 numbers with scales, [B, K, N / K, T, S], as Hopper's tensor cores add up:
+    they cut 32 products and the sum before them to `_FLOAT8_BITS` bits behind the first of the
+    largest. With them the lse of a call is as far off as a GPU's, to all digits that it prints.
+    """
+    numbers = {name: np.asarray(arguments[name]).astype(np.float32) for name in "qk"}
+    units = {name: np.ones_like(x[..., :1]) for name, x in numbers.items()}
+    scales = dequantised({**arguments, **units, "v": units["k"]})
+    kv_heads = numbers["k"].shape[2]
+    (q, q_scale), (k, k_scale) = (
+        (_by_head(numbers[name], kv_heads), _by_head(scales[name], kv_heads)) for name in "qk"
+    )
+    total = np.zeros((*q.shape[:-1], k.shape[-2]), np.float32)
+    for at in np.ndindex(q.shape[:-1]):  # a query's scores: few enough to stay in a CPU's cache
+        keys = k[at[0], at[1], 0]
+        for n in range(0, q.shape[-1], 32):
+            products = q[at][n : n + 32] * keys[:, n : n + 32]
+            total[at] = _cut_sum(np.concatenate([products, total[at][:, None]], axis=1))
+    return (total * q_scale * k_scale.swapaxes(-1, -2)).astype(np.float32)
+
+
+_FLOAT8_BITS = 13
+
+
+def _cut_sum(terms: Array) -> Array:
+    """The sums of float32 terms [S, n], each cut to as many bits as fit beside the largest."""
+    exponent = np.frexp(np.abs(terms).max(axis=1, keepdims=True))[1] - 1
+    last = np.ldexp(np.float32(1), exponent - _FLOAT8_BITS)
+    return (np.trunc(terms / last) * last).sum(axis=1)
+
+
 def nearest(x: Array) -> Array:
     """float32 rounded to TF32's 11 bits."""
     bits = x.copy().view(np.int32)
