@@ -997,8 +997,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/widening_producer.py",
-        "_wait(plan, 2 * ahead - 1 - side)",
-        "_wait(plan, 2 * ahead - side)",
+        "_wait(plan, asked - 1 - n)",
+        "_wait(plan, asked - n)",
         f"{TEST_NARROW} -k test_interpreted",
     ),
     "float8_tiles_have_the_scale_of_the_first_lanes": Fault(
