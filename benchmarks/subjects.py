@@ -227,7 +227,8 @@ def decode(
     case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, shared: bool = False
 ) -> Callable[[], Any]:
     """`decode_attention` over a cache that is full to its lengths; `shared`: shared rows are read
-    once. A tree is made beforehand, as a model makes it once for all of its layers.
+    once. A tree is made beforehand, as a model makes it once for all of its layers. So are shared
+    prefixes, unless the time to find them counts.
     """
     if case.kind == "interleaved":
         return _over_interleaved_pages(case, arrays, implementation)
@@ -237,18 +238,22 @@ def decode(
     if parents is not None:
         most = {} if case.rows is None else {"drafts_most": max(case.rows)}
         tree = pallas_attn.DraftTree.create(parents, starts, **most)
-    find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
+    find = functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2)
     rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
     if (indices := case.indices()) is not None:
         rest["kv_indices"] = jnp.asarray(indices)
     if (score := case.score()) is not None:
         rest["score"] = score
     if shared and not case.finding:
-        rest["shared_prefixes"] = find(cache)
+        rest["shared_prefixes"] = jax.jit(find)(cache)
 
     def step(q, cache, rest):
         if shared and case.finding:
             rest = rest | {"shared_prefixes": find(cache)}
+        elif shared:  # a layer of the step that made them, which compares nothing
+            searched = cache.lengths, cache.page_table, None
+            made = dataclasses.replace(rest["shared_prefixes"], searched=searched)
+            rest = rest | {"shared_prefixes": made}
         return (pallas_attn.decode_attention(q, cache, **rest, **static),)
 
     return Step(jax.jit(step), (arrays["q"], cache, rest))

@@ -112,7 +112,9 @@ class SharedPrefixes:
     own_lengths: Array  # int32[M]: rows of each sequence that are in no part
     own_page_table: Array  # int32[M, W]
     covered: Array  # int32[M]: entries of each sequence's page table that its parts have
-    of_page_table: Array  # int32[M, W] of the cache that was searched: a copy, as it may be donated
+    # Copies of the arrays that were searched, which may be donated.
+    of_lengths: Array  # int32[M]
+    of_page_table: Array  # int32[M, W]
     tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     starts: Array | None = None  # int32[M + 1] of packed rows
@@ -194,6 +196,7 @@ def find(cache: Cache, tokens: int, levels: int, starts: Starts = None) -> Share
         cache.lengths - skipped * size,
         _shifted(table, skipped, jnp.full(sequences, width, jnp.int32)),
         skipped,
+        jnp.copy(cache.lengths),
         jnp.copy(table),
         tokens,
         size,
@@ -226,23 +229,31 @@ def for_state(shared: SharedPrefixes, now: Now, unchecked: Starts = None) -> Sha
 def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
     """Sequences keep their parts where these are still the first pages of their page table and
     lie before their newest rows; the others have none. Packed rows have to be the same.
+
+    A loop over layers has other tracers of lengths and page table than those that were searched,
+    but XLA knows that they are equal. `unchanged` is then constant there, and no launch is left.
     """
     lengths, page_table, starts = now
     (sequences, width), size = page_table.shape, shared.page_size
     entry = jnp.arange(width, dtype=jnp.int32)
     beyond = entry[None] >= shared.covered[:, None]
-    kept = (beyond | (page_table == shared.of_page_table)).all(axis=1)
+    equal = page_table == shared.of_page_table
+    unchanged = (lengths == shared.of_lengths) & equal.all(axis=1)
     new = jnp.int32(shared.tokens) if starts is None else jnp.diff(starts)
+    kept = (beyond | equal).all(axis=1)
     kept &= lengths - new >= shared.covered * size  # both at least 0, or covered is 0
     kept &= lengths <= width * size
+    kept |= unchanged
     if starts is not None and shared.starts is not None:
         same = starts == shared.starts
         kept &= same[:-1] & same[1:]
+        unchanged &= kept
         owners, owned = owned_rows(starts, shared.tokens)
         by_row = kept[owners] & owned
     else:
         by_row = jnp.broadcast_to(kept[:, None], (sequences, shared.tokens)).reshape(-1)
     covered = jnp.where(kept, shared.covered, 0)
+    pages = _shifted(page_table, covered, jnp.full(sequences, width, jnp.int32))
     members = shared.members
     return dataclasses.replace(
         shared,
@@ -250,8 +261,8 @@ def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
             parts=jnp.where(by_row, members.parts, -1),
             places=jnp.where(by_row, members.places, -1),
         ),
-        own_lengths=lengths - covered * size,
-        own_page_table=_shifted(page_table, covered, jnp.full(sequences, width, jnp.int32)),
+        own_lengths=jnp.where(unchanged, shared.own_lengths, lengths - covered * size),
+        own_page_table=jnp.where(unchanged[:, None], shared.own_page_table, pages),
         covered=covered,
     )
 

@@ -182,7 +182,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "lockstep": (False, True), "q_in_registers": (False, True), "k_in_registers": (False, True),
     "q_rows": (16, 32, 64), "do_stages": (1, 2), "dq_lag": (1, 2), "dq_block_kv": (32, 64, 128),
     "dq_stages": (2, 3), "dq_warpgroups": (1, 2, 3), "k_ring": (4, 6, 8), "v_ring": (2, 3, 4),
-    "polynomials": (0, 1, 2), "slots": (2, 4, 6, 8),
+    "polynomials": (0, 1, 2), "slots": (2, 4, 6, 8), "producers": (1, 2),
 }  # fmt: skip
 
 

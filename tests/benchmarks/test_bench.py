@@ -144,6 +144,15 @@ def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
     assert any(line.startswith(f"[1/1] {name}") for line in lines)
 
 
+def test_a_layer_over_shared_pages_compares_nothing():
+    """It is timed as in the step that found them, or with the search."""
+    case = LITTLE["shared_little"]
+    for finding in (False, True):
+        some = dataclasses.replace(case, finding=finding)
+        step = subjects.decode(some, case.arrays(0), None, shared=True)
+        assert "_renewed" not in str(step.jitted.trace(*step.arguments).jaxpr)
+
+
 @pytest.mark.guards
 @pytest.mark.parametrize("op", ["forward", "forward+backward"])
 @pytest.mark.parametrize(("implementation", "name"), [("sm100", "sm100"), (None, "sm80")])

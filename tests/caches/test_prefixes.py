@@ -4,6 +4,7 @@ gives what it gives without sharing, and the Hopper kernel that merges the parts
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -429,6 +430,31 @@ def test_layers_of_a_step_compare_nothing(rng):
     donated = jax.jit(lambda cache: cache.extend(1), donate_argnums=0)(cache)
     q = rows_of(rng, 3, 4, 8)
     close(*(pa.decode_attention_with_lse(q, donated, shared_prefixes=x) for x in (None, shared)))
+
+
+def step_of_a_model(q, rows, cache):
+    """Layers in a loop that carries the cache, with the prefixes that were found before it."""
+    shared = cache.shared_prefixes()
+
+    def layer(cache, number):
+        cache = pa.write_kv(cache, rows, rows, layer=number)
+        return cache, pa.decode_attention(q, cache, layer=number, shared_prefixes=shared)
+
+    return jax.lax.scan(layer, cache, jnp.arange(4, dtype=jnp.int32))
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_layers_in_a_loop_compare_nothing():
+    """XLA knows that the arrays that a loop carries are those that were searched: it launches
+    nothing of `_renewed`. The append, own rows, shared ones and their merging are launches.
+    """
+    make = functools.partial(pa.PagedCache.create, 4, 64, 64, 2, 128, capacity=1024, layers=4)
+    q, rows = (jax.ShapeDtypeStruct((4, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    report = mosaic.compile_for(step_of_a_model, q, rows, jax.eval_shape(make))
+    loop = report.hlo[: report.hlo.index("\nENTRY")]
+    assert report.launches == 4 and "while/body" in loop
+    assert not re.findall(r" fusion\(.*jit\(_renewed\)", loop)
 
 
 # ---- a prefix by hand ----------------------------------------------------------------------------

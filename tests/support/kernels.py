@@ -576,7 +576,7 @@ KERNELS = (
         {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
     Row("prefill.narrow_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
-        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER))}),
+        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,

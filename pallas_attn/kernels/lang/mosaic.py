@@ -115,21 +115,25 @@ def columns(ref: GmemRef, start: int, width: int, traced: Index) -> Any:
 def share_registers(
     wg: jax.Array,
     workers: int,
-    load: Callable[[], None],
+    load: Callable[[], None] | Sequence[Callable[[], None]],
     compute: Callable[[], None],
     ours: int,
     loader: int = 24,
 ) -> None:
     """Divides roles and registers between warpgroups: those below `workers` run `compute` with
-    `ours` registers a thread, the one after them runs `load` with `loader`.
+    `ours` registers a thread, the one after them runs `load` with `loader`; each of several has one
+    `load`.
 
     A block begins with an equal number for each, a multiple of 8. If all together ask for more than
     it has, the launch hangs.
     """
-    equal = min(65536 // (THREADS * (workers + 1)) // 8 * 8, 240)
-    assert workers * ours + loader <= (workers + 1) * equal and ours % 8 == 0 == loader % 8
+    loads = load if isinstance(load, Sequence) else (load,)
+    groups = workers + len(loads)
+    equal = min(65536 // (THREADS * groups) // 8 * 8, 240)
+    assert workers * ours + len(loads) * loader <= groups * equal and ours % 8 == 0 == loader % 8
 
-    take_role(wg == workers, loader, load)
+    for number, role in enumerate(loads):
+        take_role(wg == workers + number, loader, role)
     take_role(wg < workers, ours, compute, more=True)
 
 

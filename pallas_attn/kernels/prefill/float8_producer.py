@@ -30,7 +30,7 @@ class Buffers(NamedTuple):
 def producer_of(plan: Plan) -> Producer:
     q = plan.config.warpgroups, ROWS, plan.qk.width
     buffers = Buffers(mosaic.swizzled(q, Q_DTYPE, plan.qk.swizzle))
-    return Producer(operands, _produce, arrivals=2, registers=(240, 24), buffers=buffers)
+    return Producer(operands, (_produce,), arrivals=2, registers=(240, 24), buffers=buffers)
 
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, Any]:

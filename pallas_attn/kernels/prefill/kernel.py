@@ -26,7 +26,7 @@ def block(refs: PrefillRefs, *rest: Any, plan: Plan) -> None:
     ctx = KernelContext(plan, refs._replace(results=tuple(results)), smem)
     if plan.queries.begin is not None:
         plan.queries.begin(ctx, wg, block_id)
-    produce = functools.partial(plan.producer.produce, ctx, block_id)
+    produce = [functools.partial(program, ctx, block_id) for program in plan.producer.programs]
     work = functools.partial(consume, ctx, block_id, wg)
     registers = plan.producer.registers
     mosaic.share_registers(wg, plan.config.warpgroups, produce, work, *registers)

@@ -28,22 +28,31 @@ class Config:
 
     prefill: sm90.Config = sm90.Config()
     slots: int = 2  # tiles of K and V together that are on their way
+    producers: int = 1  # 2: one has K, the other V
 
     def __post_init__(self):
-        check(self, slots=(self.slots in (2, 4, 6, 8), "2, 4, 6 or 8"))
+        most = 2 if self.prefill.warpgroups == 1 else 1  # there are no registers for more
+        check(
+            self,
+            slots=(self.slots in (2, 4, 6, 8), "2, 4, 6 or 8"),
+            producers=(1 <= self.producers <= most, f"1 to {most}"),
+        )
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def default(cls, problem: DecodeProblem) -> "Config":
         """Consumers and splits as over a cache in q's dtype, or one consumer where rows are so wide
-        that two leave no room; then more slots, q tiles and stages, in this order.
+        that two leave no room; then more slots, q tiles and stages, in this order. One consumer
+        leaves registers for a second producer, except where rows are wide.
         """
         like = sm90.Config.default(unquantized(problem))
         like = dataclasses.replace(like, together=1, in_turn=False)
+        two = max(problem.head_dim, problem.v_head_dim) <= 128
         choices = [
             cls(
                 dataclasses.replace(like, warpgroups=consumers, q_slots=q_slots, stages=stages),
                 slots,
+                producers=2 if consumers == 1 and two else 1,
             )
             for consumers in (like.warpgroups, 1)
             for slots in ((8, 6, 4, 2) if consumers == 1 else (4, 2))
@@ -89,7 +98,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
     return dataclasses.replace(
         sm90.plan_of(problem, config.prefill),
         producer_of=widening_producer.producer_of,
-        widening=widening_producer.Widening(config.slots, problem.cache_dtype),
+        widening=widening_producer.Widening(config.slots, config.producers, problem.cache_dtype),
     )
 
 

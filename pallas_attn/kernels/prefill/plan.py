@@ -219,9 +219,9 @@ class Producer(NamedTuple):
     """How K and V come to the ring."""
 
     operands: Callable[["Plan", DecodeInputs], dict[str, Any]]  # fields of `PrefillRefs`
-    # `produce(ctx, block_id)`: K and V of every unit of the block, in the order in which consumers
-    # use them.
-    produce: Callable[..., None]
+    # `program(ctx, block_id)` of each of its warpgroups: K and V of every unit of the block, in the
+    # order in which consumers use them.
+    programs: tuple[Callable[..., None], ...]
     arrivals: int  # complete the barrier of an entry
     registers: tuple[int, int]  # (a consumer's, a producer's)
     buffers: Any = None  # shared memory beside the ring
@@ -441,7 +441,7 @@ def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> 
         "prefill_sm90",
         tuple(results),
         plan.buffers,
-        (plan.grid, plan.config.warpgroups + 1),
+        (plan.grid, plan.config.warpgroups + len(plan.producer.programs)),
     )
 
 

@@ -25,7 +25,7 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 def producer_of(plan: Plan) -> Producer:
     simple = not plan.layout.paged and not plan.layout.separate
     registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[plan.config.warpgroups]
-    return Producer(operands, _produce, 2 * plan.copies, registers)
+    return Producer(operands, (_produce,), 2 * plan.copies, registers)
 
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:

@@ -3,8 +3,8 @@ mainloop reads them as those of any other cache.
 
 A tile of K or of V comes by cp.async to a slot of 8-bit numbers and their scales. The tiles of a
 unit are in one order, K of entry e before the V that goes with it, and each is asked for `slots`
-tiles ahead. When it is there, `narrow_rows` widens it. Two producers, one of K and one of V, were
-9 % faster where a single consumer had 16 rows, and are not kept.
+tiles ahead. When it is there, `narrow_rows` widens it. Where there are two producers, one has K and
+the other V.
 
 A thread converts the 16 bytes that it asked for, so only scales are shared between threads: all
 meet when a tile is there, and again before its slot is asked for anew, which is when they meet for
@@ -34,15 +34,17 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 from pallas_attn.kernels.mma import narrow_rows
 from pallas_attn.kernels.prefill.plan import Plan, Producer, Unit
 
-# Registers of a thread (consumer, producer), by the number of consumers.
-REGISTERS = {1: (240, 240), 2: (208, 88), 3: (144, 80)}
-LOADS = 4  # words of 16 bytes that a thread loads while it widens others
+# Registers of a thread (consumer, producer), by the numbers of consumers and producers.
+REGISTERS = {(1, 1): (240, 240), (2, 1): (208, 88), (3, 1): (144, 80), (1, 2): (240, 128)}
+# Words of 16 bytes that a thread loads while it widens others, by the number of producers.
+LOADS = {1: 4, 2: 2}
 
 
 class Widening(NamedTuple):
     """The tuning, as in `narrow_sm90.Config`, and the dtype of the cache."""
 
     slots: int
+    producers: int
     dtype: str
 
 
@@ -59,7 +61,11 @@ def producer_of(plan: Plan) -> Producer:
         plgpu.SMEM((slots, rows * _widest(plan)), jnp.dtype(plan.widening.dtype)),
         plgpu.SMEM((slots, rows), jnp.float32),
     )
-    return Producer(operands, _produce, 1, REGISTERS[plan.config.warpgroups], buffers)
+    producers = plan.widening.producers
+    sides = ((0, 1),) if producers == 1 else ((0,), (1,))
+    programs = tuple(functools.partial(_produce, sides=own) for own in sides)
+    registers = REGISTERS[plan.config.warpgroups, producers]
+    return Producer(operands, programs, producers, registers, buffers)
 
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, Any]:
@@ -71,11 +77,14 @@ def _widest(plan: Plan) -> int:
     return max(plan.problem.head_dim, plan.problem.v_head_dim)
 
 
-def _produce(ctx: KernelContext, block_id: Index) -> None:
-    """K (side 0) and V (1) of every unit of the block, in the order in which consumers use them."""
+def _produce(ctx: KernelContext, block_id: Index, sides: tuple[int, ...]) -> None:
+    """K (side 0) and V (1), or one of them, of every unit of the block, in the order in which
+    consumers use them.
+    """
     plan = ctx.plan
     ring, units = Ring.of(ctx), plan.queries.units_of(ctx, block_id)
     ahead = plan.widening.slots // 2
+    asked = ahead * len(sides)  # tiles
 
     def one_unit(i, count):
         unit = plan.queries.unit_of(ctx, units, units.number(i))
@@ -87,10 +96,10 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
         def entry(e, count):
             slot = ring.acquire(count)
-            for side in range(2):
-                _wait(plan, 2 * ahead - 1 - side)
-                if side == 1:
-                    ask(e + ahead, 0)
+            for n, side in enumerate(sides):
+                _wait(plan, asked - 1 - n)
+                if n > 0:
+                    ask(e + ahead, sides[n - 1])
                 narrow = lax.rem(e, jnp.int32(ahead)) * 2 + side
 
                 @pl.when((e < tiles, e > 0)[side])
@@ -99,12 +108,12 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
             plgpu.commit_smem()
             plgpu.barrier_arrive(ring.ready.at[slot])
-            ask(e + ahead, 1)
+            ask(e + ahead, sides[-1])
             return count + 1
 
         @pl.when(tiles > 0)
         def _():
-            for e, side in itertools.product(range(ahead), range(2)):
+            for e, side in itertools.product(range(ahead), sides):
                 ask(jnp.int32(e), side)
 
         return lax.fori_loop(0, entries, entry, count)
@@ -193,4 +202,5 @@ def _widen(ctx: KernelContext, side: int, slot: Index, entry: Index) -> None:
     plan, _, smem = ctx
     to, swizzle = ((smem.k, plan.qk.swizzle), (smem.v, plan.v.swizzle))[side]
     numbers, scales = smem.producer
-    narrow_rows.widen(numbers, scales, slot, to, entry, swizzle, LOADS)
+    loads = LOADS[plan.widening.producers]
+    narrow_rows.widen(numbers, scales, slot, to, entry, swizzle, loads)

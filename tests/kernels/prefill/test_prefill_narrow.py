@@ -39,10 +39,11 @@ def test_who_takes_what():
     assert chosen(gpu="sm80") == "decode.sm80"
     refused = kernel.limit(dataclasses.replace(PROBLEM, head_dim=96, v_head_dim=96))
     assert refused is not None and "multiples of 64" in str(refused)
-    with pytest.raises(ValueError, match="slots"):
-        kernel.Config(slots=3)
-    for workers, (ours, loader) in widening_producer.REGISTERS.items():
-        assert (workers * ours + loader) * 128 <= 65536
+    for wrong in ({"slots": 3}, {"prefill": sm90.Config(2), "producers": 2}):
+        with pytest.raises(ValueError, match=list(wrong)[-1]):
+            kernel.Config(**wrong)
+    for (workers, loaders), (ours, loader) in widening_producer.REGISTERS.items():
+        assert (workers * ours + loaders * loader) * 128 <= 65536
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
@@ -52,16 +53,17 @@ def test_the_default_fits(dim, rows):
     assert kernel.limit(problem) is None
     config = kernel.Config.default(problem)
     assert kernel.smem_bytes(problem, config) <= SMEM_LIMIT
+    assert config.producers == (2 if config.prefill.warpgroups == 1 and dim <= 128 else 1)
     assert config.prefill.together == 1
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
 def test_interpreted(rng, many):
-    """Two consumers; or, over a cache of one layer, one, and keys that are split."""
+    """Two consumers; or, over a cache of one layer, one, keys that are split, and two producers."""
     config = kernel.Config(sm90.Config(2, block_kv=64, grid=3), slots=4)
     if many[-1] is None:
-        config = kernel.Config(sm90.Config(1, block_kv=64, grid=3, splits=2))
+        config = kernel.Config(sm90.Config(1, block_kv=64, grid=3, splits=2), producers=2)
     interpreted(rng, kernel, config, many)
 
 
