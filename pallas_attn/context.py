@@ -214,8 +214,8 @@ def chunk_numbers(context: Context, device: int | jax.Array, shards: int) -> jax
     return jnp.stack(chunks_of(context, device, shards))
 
 
-def chunks_of[Numbers: (int, np.ndarray, jax.Array)](
-    context: Context, device: Numbers, shards: int
-) -> tuple[Numbers, ...]:
-    """The chunks of the sequence that a device has; `_call.problem.owner_of_chunk` undoes it."""
+def chunks_of(context: Context, device: Any, shards: int) -> tuple[Any, ...]:
+    """The chunks of the sequence that a device has, or each of several:
+    `_call.problem.owner_of_chunk` undoes it.
+    """
     return (device,) if context.chunks == 1 else (device, 2 * shards - 1 - device)
