@@ -68,7 +68,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd import documents, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.types import (
     GmemRef,
     Index,
@@ -127,7 +127,7 @@ class Config:
             choices.insert(0, cls(2, 64))
         else:
             choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 2048 else 1, q_in_registers=True))
-        return next((x for x in choices if sm80_common.fits(problem, smem_bytes, x)), choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

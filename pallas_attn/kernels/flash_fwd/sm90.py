@@ -54,6 +54,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
@@ -77,7 +78,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd import shared_memory, sm90_defaults, warpgroups
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
     GmemRef,
@@ -243,7 +244,7 @@ def fetches(problem: AttentionProblem) -> bool:
     if not fetch.takes(problem):
         return False
     config = Config.default(problem)
-    fits = smem_bytes(problem, config) <= SMEM_LIMIT
+    fits = gpu_specs.fits(smem_bytes(problem, config), problem.gpu)
     return fits and fetch.Sizes.of(plan_of(problem, config)).slots >= fetch.LEAST_SLOTS
 
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from jax.experimental.pallas import cdiv
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, STEP_OVERHEAD
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 
 block_tables = Special("kernels.attention.block_tables")
 claims = Special("kernels.attention.claims")
@@ -35,7 +35,7 @@ class Configs(NamedTuple):
     smem_bytes: Callable[[AttentionProblem, Config], int]
 
     def has_room(self, problem: AttentionProblem, config: Config) -> bool:
-        return self.smem_bytes(problem, config) <= SMEM_LIMIT
+        return gpu_specs.fits(self.smem_bytes(problem, config), problem.gpu)
 
 
 @functools.lru_cache(maxsize=256)
