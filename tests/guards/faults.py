@@ -390,7 +390,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_any_size_interpreted and 136'",
     ),
     "forward_stores_the_lse_of_rows_past_the_end": Fault(
-        "pallas_attn/kernels/mma/store_rows.py",
+        "pallas_attn/kernels/lang/mosaic.py",
         "inside = (ours & (row + below < length)).value",
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",

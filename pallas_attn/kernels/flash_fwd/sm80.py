@@ -77,7 +77,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTiles,
     SmemRef,
 )
-from pallas_attn.kernels.mma import epilogue, mma_sync, store_rows
+from pallas_attn.kernels.mma import epilogue, mma_sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +316,7 @@ def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
     if tile.q_len is not None:
         lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
     where = tile.batch, tile.head, rows.row
-    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
+    mosaic.store_rows(lse, refs.lse, where, plan.tiling.whole_rows)
     return acc
 
 
