@@ -56,7 +56,7 @@ from pallas_attn.kernels.flash_fwd import (
 )
 from pallas_attn.kernels.flash_fwd.shared_memory import Smem
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS
 from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.kernels.mma import wgmma
@@ -66,6 +66,7 @@ linear_scores = Special("kernels.attention.linear_scores")  # a slope and an off
 WORK_TILES = StaticList(ahead=2)
 SLOTS = 2  # work tiles of a warpgroup in shared memory
 MOST_KEYS = 256  # of a kv tile
+MOST_NUMBERS = 16384  # of K, or V, of a kv tile: a warpgroup has room for two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +100,29 @@ class Config:
         """The fastest on an H200 of those that fit in registers and shared memory."""
         dim = max(problem.head_dim, problem.v_head_dim)
         joined = batch_rows.most_joined(problem) if _gains_by_joining(problem) else 1
-        keys = next(n for n in (64, 128, MOST_KEYS) if problem.kv_len <= n)
-        l2_heads = sm90_defaults.l2_heads(problem, dim)
-        return cls(4 if dim <= 64 else 2, keys, l2_heads, batch_rows=joined)
+        keys, l2_heads = _tile_of(problem), sm90_defaults.l2_heads(problem, dim)
+        warpgroups = range(4 if dim <= 64 else 2, 0, -1)
+        choices = [cls(n, keys, l2_heads, batch_rows=joined) for n in warpgroups]
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the kernel cannot take a problem, or None."""
-    if (refused := tiles.limit(problem)) is not None or _takes(problem, MOST_KEYS):
+    if (refused := tiles.limit(problem)) is not None:
         return refused
+    dim = max(problem.head_dim, problem.v_head_dim)
+    if _takes(problem, MOST_KEYS) and _tile_of(problem) * dim <= MOST_NUMBERS:
+        return None
     return Limit(
-        f"it takes 16-bit floats and up to {MOST_KEYS} keys, of this GPU, which masks and lengths "
-        "restrict",
+        "it takes 16-bit floats and up to 64 keys, 128 up to head dim 128 and 256 up to 64, of this"
+        " GPU, which masks and lengths restrict",
         "leave implementation=None",
     )
+
+
+def _tile_of(problem: AttentionProblem) -> int:
+    """Keys of the kv tile that has all keys of a head."""
+    return next(keys for keys in (64, 128, MOST_KEYS) if problem.kv_len <= keys)
 
 
 def _takes(problem: AttentionProblem, block_kv: int) -> bool:
