@@ -107,10 +107,7 @@ class Context:
         """Chunks of the sequence in the order of the devices."""
         if not isinstance(shards, (int, np.integer)) or shards < 1:
             raise ValueError(f"shards: expected an int of at least 1, got {described(shards)}")
-        if self.chunks == 1:
-            return np.arange(shards)
-        device = np.arange(shards)
-        return np.stack([device, 2 * shards - 1 - device], axis=1).ravel()
+        return np.stack(chunks_of(self, np.arange(shards), shards), axis=1).ravel()
 
     def _permuted(self, x: Any, axis: int, order: np.ndarray) -> Any:
         x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
@@ -214,16 +211,11 @@ def first_keys[Numbers: (int, jax.Array)](
 
 def chunk_numbers(context: Context, device: int | jax.Array, shards: int) -> jax.Array:
     """int32[chunks]: the chunks of the sequence that a device has."""
-    if context.chunks == 1:
-        return jnp.stack([device])
-    return jnp.stack([device, 2 * shards - 1 - device])
+    return jnp.stack(chunks_of(context, device, shards))
 
 
-def chunks_of(context: Context, device: int, shards: int) -> tuple[int, ...]:
-    """`chunk_numbers` of a device that is known."""
+def chunks_of(context: Context, device: Any, shards: int) -> tuple[Any, ...]:
+    """The chunks of the sequence that a device has, or each of several:
+    `_call.problem.owner_of_chunk` undoes it.
+    """
     return (device,) if context.chunks == 1 else (device, 2 * shards - 1 - device)
-
-
-def owner(chunk: int, shards: int) -> tuple[int, int]:
-    """The device that has a chunk, and the chunk's number there."""
-    return (chunk, 0) if chunk < shards else (2 * shards - 1 - chunk, 1)

@@ -64,14 +64,13 @@ def fits(kernel: Kernel, problem: Problem, config: Config) -> bool:
         need = kernel.smem_bytes(problem, config)
     except ValueError:
         return False
-    return need <= gpu_specs.shared_memory(problem.gpu)
+    return gpu_specs.fits(need, problem.gpu)
 
 
 def no_room(kernel: Kernel, problem: Problem) -> Limit | None:
     """Why the kernel's own choice has no room in shared memory, or None."""
     need = kernel.smem_bytes(problem, default(kernel, problem))
-    room = gpu_specs.shared_memory(problem.gpu)
-    if need <= room:
+    if gpu_specs.fits(need, problem.gpu):
         return None
     remedy = 'leave implementation=None, or say "reference"'
     if isinstance(problem, DecodeProblem):
@@ -79,6 +78,7 @@ def no_room(kernel: Kernel, problem: Problem) -> Limit | None:
             "decode fewer tokens at once, split the sequences over several calls, or use smaller "
             "head dims"
         )
+    room = gpu_specs.shared_memory(problem.gpu)
     return Limit(f"a block needs {need} bytes of shared memory; {problem.gpu} has {room}", remedy)
 
 

@@ -31,6 +31,7 @@ store = Special("_call.store")
 
 NAMES = ("sm90", "sm80", "sm100", "reference")
 SHORT_ROWS = 512  # most rows of the kernels for short sequences
+ONE_TILE = 128  # most rows and keys of the forward of heads that are one kv tile
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
 HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
 BLACKWELL = (100, 103)  # in datacenters. Its kernels never ran there: only names choose them
@@ -250,6 +251,15 @@ def _long_window_of_a_head(problem: AttentionProblem) -> Limit | None:
     )
 
 
+def _many_keys(problem: AttentionProblem) -> Limit | None:
+    """A Limit where the kernel for heads of one kv tile is of no use, so that plain problems do not
+    import it.
+    """
+    if max(problem.q_len, problem.kv_len) <= ONE_TILE:
+        return None
+    return Limit(f"it is for heads of up to {ONE_TILE} rows and keys", "leave implementation=None")
+
+
 def _long_sequence(problem: AttentionProblem) -> Limit | None:
     """A Limit where kernels for short sequences of heads that share no keys are of no use, so that
     plain problems do not import them.
@@ -279,6 +289,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("prefill.contiguous_sm90", HOPPER, selection.contiguous_sm90),
         # short windows, 8 heads or more that share K and V
         Candidate("flash_fwd.sm90_group_window", HOPPER, _long_window),
+        Candidate("flash_fwd.sm90_one_tile", HOPPER, _many_keys),  # many heads of few keys
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),

@@ -25,6 +25,11 @@ def shared_memory(generation: str | None) -> int:
     return _SHARED_MEMORY.get(generation or "", _LEAST)
 
 
+def fits(nbytes: int, generation: str | None) -> bool:
+    """Whether a block may have so many bytes of shared memory."""
+    return nbytes <= shared_memory(generation)
+
+
 def multiprocessors(generation: str | None) -> int:
     """Multiprocessors of a usual GPU of the generation, for numbers of blocks; Hopper's where it is
     not known.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_attn._functions.program import Program
@@ -116,6 +117,17 @@ def rows_of_scale(rows: int, blocks: int) -> int:
     if (blocks - 1) * SCALE_ROWS < rows:
         return -(-rows // (blocks * SCALE_ROWS)) * SCALE_ROWS
     return rows // blocks
+
+
+def owner_of_chunk(chunk: Any, devices: int) -> tuple[Any, Any]:
+    """The device that has a chunk of the sequence in the order zigzag, and which of its own that
+    is; of ints, NumPy's numbers and traced ones. `context.chunks_of` says which a device has.
+    """
+    late = chunk >= devices
+    if isinstance(late, bool):
+        return (2 * devices - 1 - chunk, 1) if late else (chunk, 0)
+    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
+    return where(late, 2 * devices - 1 - chunk, chunk), where(late, 1, 0)
 
 
 def owner_of_rows(starts: Array, rows: int) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem, owner_of_chunk
 from pallas_attn._functions import block_summary
 from pallas_attn._functions.program import Program
 from pallas_attn._mesh import sharding
@@ -21,7 +21,6 @@ from pallas_attn.context import (
     chunk_rows,
     chunks_of,
     first_keys,
-    owner,
     window_of,
 )
 
@@ -284,8 +283,9 @@ def from_afar(split: Split, parts: Array, own: int, away: int) -> Array:
         pairs = []
         for device in range(shards):
             there = chunks_of(context, device, shards)[own] + away
-            if 0 <= there < shards * split.chunks and owner(there, shards)[1] == slot:
-                pairs.append((owner(there, shards)[0], device))
+            source, its_slot = owner_of_chunk(there, shards)
+            if 0 <= there < shards * split.chunks and its_slot == slot:
+                pairs.append((source, device))
         if pairs == [(device, device) for device in range(shards)]:
             return parts[:, slot]
         if pairs:

@@ -113,6 +113,7 @@ TEST_LISTS = "tests/kernels/decode_listed/test_decode_listed.py"
 TEST_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py"
 
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
+TEST_ONE_TILE = "tests/kernels/flash_fwd/test_one_tile.py"
 TEST_AUX = "tests/kernels/flash_bwd/test_aux_gradients.py"
 TEST_FWD, TEST_BWD = (
     "tests/kernels/flash_fwd/test_flash_fwd.py",
@@ -389,7 +390,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_any_size_interpreted and 136'",
     ),
     "forward_stores_the_lse_of_rows_past_the_end": Fault(
-        "pallas_attn/kernels/mma/store_rows.py",
+        "pallas_attn/kernels/lang/mosaic.py",
         "inside = (ours & (row + below < length)).value",
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",
@@ -398,7 +399,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{FWD}/batch_rows.py",
         "end = first + self.rows",
         "end = first + self.rows + 1",
-        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile and interpreted and frames16'",
+        f"{TEST_ONE_TILE} -k 'test_batch_rows and interpreted and frames16'",
     ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{SHARED}/tile_scheduler.py",
@@ -407,10 +408,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_last_keys_in_eights_interpreted and 13-77'",
     ),
     "consumers_apart_read_values_that_are_under_way": Fault(
-        f"{FWD}/one_tile.py",
+        f"{FWD}/sm90_one_tile.py",
         "        plgpu.barrier_wait(smem.ready.at[slot])\n",
         "",
-        f"{TEST_FWD} -k 'test_keys_of_one_tile_interpreted and softcap'",
+        f"{TEST_ONE_TILE} -k 'test_interpreted and softcap'",
     ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/warpgroups.py",

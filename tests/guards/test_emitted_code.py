@@ -26,7 +26,6 @@ from pallas_attn.kernels.mma import (
     narrow_rows,
     packed_rows,
     row_sums,
-    store_rows,
     thread_pieces,
     wgmma_float8,
 )
@@ -245,7 +244,7 @@ def test_numbers_of_rows_end_where_rows_end(row, count):
     both = [np.full((2, 3, 150), -1, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
         at = (np.int32(1), np.int32(2), np.int32(row))
-        code = captured(store_rows.store, numbers((count,)), to, at)
+        code = captured(mosaic.store_rows, numbers((count,)), to, at)
         if ours:
             evaluate(code, held)
         else:

@@ -148,8 +148,6 @@ _MEASURED = [
     (64, FULL, 1, 197, 12, 12, (1, 128, 4, 48), {}),  # work tiles for a part of the GPU
     (64, FULL, 16, 1500, 20, 20, (4, 64, 6, 48), {}),  # Whisper
     (64, CAUSAL, 512, 77, 8, 8, (2, 80, 4, 32), {}),  # CLIP's text encoder
-    (32, FULL, 2048, 49, 4, 4, (4, 64, 2, 48), {"independent": True}),  # Swin
-    (64, FULL, 512, 64, 8, 8, (4, 64, 2, 48), {"independent": True}),
     (256, FULL, 8, 2048, 8, 8, (2, 64, 2, 4), {}),
     (256, FULL, 2, 8192, 8, 8, (2, 64, 2, 3), {}),
     (256, CAUSAL, 8, 2048, 8, 8, (2, 64, 2, 8), {}),
@@ -173,8 +171,8 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
     )
     result = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
-    plain = {"grid": 132, "q_slots": 2, "fetchers": 16, "claims": False, "independent": False}
-    plain |= {"batch_rows": 1, "float32_sums": True, "heads_together": False}
+    plain = {"grid": 132, "q_slots": 2, "fetchers": 16, "claims": False}
+    plain |= {"float32_sums": True, "heads_together": False}
     assert result == dict(zip(names, settings, strict=True)) | plain | others
 
 

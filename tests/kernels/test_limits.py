@@ -49,6 +49,7 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
         _WIDE | {"arrays": ("mask_array", "bias")},
         *(_WIDE | {name: 2} for name in ("fetches", "share", "zigzag")),
         {"mask": pa.sliding_window(100), "kv_heads": 1},
+        {"q_len": 128, "kv_len": 128},
     ),
     "flash_backward": (
         {"batch": 64, "q_len": 512, "kv_len": 512},

@@ -25,9 +25,8 @@ QUICK = {
     "kernels/flash_fwd/sm90_group_window.py": f"{_EVERY}[flash_fwd.sm90_group_window-rows72]",
     "kernels/flash_fwd/float8_values.py": f"{_FWD}float8.py::test_on_the_gpu[lengths]",
     "kernels/flash_fwd/sm80_float8.py": f"{_FWD}float8.py::test_portable_on_the_gpu[lengths]",
-    "kernels/flash_fwd/batch_rows.py": (
-        f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile[frames16-gpu]"
-    ),
+    "kernels/flash_fwd/sm90_one_tile.py": f"{_EVERY}[flash_fwd.sm90_one_tile-sinks]",
+    "kernels/flash_fwd/batch_rows.py": f"{_FWD}one_tile.py::test_batch_rows[frames16-gpu]",
     "kernels/flash_fwd/segments.py": f"{_EVERY}[flash_fwd.sm90-ids]",
     "kernels/attention/listed_tiles.py": (
         f"{_FWD}listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"

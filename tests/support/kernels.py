@@ -28,6 +28,7 @@ from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
 from pallas_attn.kernels.flash_bwd import sm100 as bwd_sm100
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
+from pallas_attn.kernels.flash_fwd import sm90_one_tile
 from pallas_attn.kernels.flash_fwd import sm90_wide as fwd_wide
 from pallas_attn.kernels.flash_fwd import sm100 as fwd_sm100
 from pallas_attn.kernels.prefill import contiguous_sm90, narrow_sm90, widened_sm90
@@ -477,6 +478,8 @@ KERNELS = (
         "float32": (hard(dtype="float32"), FORWARD),
         "sinks": (endless(sized(40, 70, 64, q_heads=2, kv_heads=1, dtype="float32")), None),
     }, at(FORWARD)),
+    Row("flash_fwd.sm90_one_tile", forward,
+        *short_sequences(SHORT, sm90_one_tile.Config(2, block_kv=72, grid=3))),
     Row("flash_fwd.sm80", forward, {
         "plain": (hard(), fwd_sm80.Config(block_kv=32, stages=3)),
         "rows_in_registers": (hard(), fwd_sm80.Config(1, block_kv=64, q_in_registers=True)),

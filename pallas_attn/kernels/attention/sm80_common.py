@@ -13,8 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem, DecodeProblem
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import Span
 from pallas_attn.kernels.lang import threads
@@ -22,7 +21,6 @@ from pallas_attn.kernels.lang.types import (
     Carry,
     GmemRef,
     Index,
-    KernelConfig,
     Operand,
     SmemRef,
 )
@@ -114,13 +112,6 @@ class MmaFormat:
         dim = self.made_columns(dim)
         width = tma_operands.round_up(dim, self.columns)
         return x.reshape(*x.shape[:2], -1, width)[..., :dim]
-
-
-def fits(
-    problem: AttentionProblem | DecodeProblem, need: Callable[..., int], config: KernelConfig
-) -> bool:
-    """Whether the GPU has the shared memory that `need(problem, config)` says."""
-    return need(problem, config) <= gpu_specs.shared_memory(problem.gpu)
 
 
 # ---- copies -------------------------------------------------------------------------------------

@@ -434,7 +434,7 @@ def list_costs(plan: QueryPlan) -> np.ndarray:
     """The cost of each work tile of a head by its list of kv tiles where it is known, else of
     ranks.
     """
-    lists = tile_lists.static(plan.problem, *plan.tiling.list_sizes)
+    lists = _lists(plan.problem, plan.tiling)
     if lists is None:
         return rank_costs(plan.tiling.q_tiles)
     return TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))

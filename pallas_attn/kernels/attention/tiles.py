@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem, bounds_of
+from pallas_attn._call.problem import AttentionProblem, bounds_of, owner_of_chunk
 from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
@@ -298,17 +297,8 @@ def kv_row(problem: AttentionProblem, block: int, position: Index) -> Index:
             f"order zigzag, got {block}"
         )
     chunk = lax.div(position, jnp.int32(size))
-    owner, which = owner_of(chunk, devices)
+    owner, which = owner_of_chunk(chunk, devices)
     return position + (2 * owner + which - chunk) * size
-
-
-def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
-    """The device that has a chunk in the order zigzag, and which of its own that is: what
-    `context.owner` says, for NumPy's numbers and traced ones.
-    """
-    late = chunk >= devices
-    where: Any = np.where if isinstance(chunk, np.ndarray) else jnp.where
-    return where(late, 2 * devices - 1 - chunk, chunk), where(late, 1, 0)
 
 
 # ---- problems -----------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def bias_and_mask(
     only_read: bool = False,
 ) -> dict[str, Any]:
     """The operands of bias and mask_array. Masks of keys stay boolean (`key_masks`). Arrays of
-    2**31 numbers or more, which `clipped` cannot count, are padded to `rows` and `keys`, whole
+    2**31 numbers or more, which `array_tiles` cannot count, are padded to `rows` and `keys`, whole
     tiles, unless TMA clips them (`in_tiles`). `only_read`: XLA does not read the operands.
     """
     operands, mask = {"bias": inputs.bias}, inputs.mask_array

@@ -7,9 +7,8 @@ tile is filled with zeros. These are programs of one thread, each of which has o
 """
 
 from pallas_attn.kernels.decode import loads
-from pallas_attn.kernels.decode.combine_splits import ZERO_BYTES
 from pallas_attn.kernels.decode.loads import live_keys, load_page, place_of
-from pallas_attn.kernels.decode.plan import Plan, at_least
+from pallas_attn.kernels.decode.plan import ZERO_BYTES, Plan, at_least
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Box, Word
 from pallas_attn.kernels.lang.types import Index

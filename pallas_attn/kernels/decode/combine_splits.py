@@ -12,23 +12,18 @@ row at a time. They are loops, not unrolled: instructions that run once are fetc
 
 import functools
 import itertools
-import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from pallas_attn.kernels.attention import partials
 from pallas_attn.kernels.attention.partials import Partial
-from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.decode.plan import ZERO_BYTES, Plan
 from pallas_attn.kernels.decode.scheduler import Partials
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import LANES, Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor
-
-ZERO_BYTES = 2048  # zeros before the counters in global memory
 
 LOADS_AT_ONCE = 16  # loads of partials that a warp has under way: each batch is a trip to memory
 ROWS_A_TRIP = 2  # rows (or halves of wider ones) that a warp combines in the same trips
@@ -53,7 +48,7 @@ class Results(NamedTuple):
     partial_out: GmemRef  # float32[plan.partials, chunk_rows, Hv]
     partial_max: GmemRef  # float32[plan.partials, chunk_rows]
     partial_sum: GmemRef
-    counters: GmemRef  # int32[M * heads] behind `ZERO_BYTES`, 0 before a launch and after it
+    counters: GmemRef  # int32[M * heads] see `plan.counters`
     sinks: GmemRef | None
 
 
@@ -87,24 +82,6 @@ class _Place(NamedTuple):
     row: Index  # in the q chunk
     column: Index  # in words of four columns
     exists: Predicate
-
-
-_calls = itertools.count(1)
-
-
-def counters(plan: Plan) -> np.ndarray:
-    """A zero for every head of every sequence, in which its partials are counted, behind
-    `ZERO_BYTES` of zeros that are only read (`loads.copy_tile`).
-
-    Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
-    which would be a launch of its own. The number behind them is that of this problem and trace,
-    of another process too (`_call/store.py`): launches of one call would otherwise share one
-    constant, and must not if XLA ever ran them side by side. (Calls that share a trace,
-    `batching.compiled_once`, still do.) It also keeps XLA from making the zeros itself.
-    """
-    zeros = ZERO_BYTES // 4 + plan.problem.kv_heads * plan.lines
-    number = (zlib.crc32(repr(plan.problem).encode()) ^ next(_calls)) % 2**31
-    return np.append(np.zeros(zeros, np.int32), np.int32(number or 1))
 
 
 class ResultRefs(NamedTuple):

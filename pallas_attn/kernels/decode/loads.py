@@ -22,8 +22,7 @@ from pallas_attn.kernels.attention import cache_layout, functions
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, scheduler
-from pallas_attn.kernels.decode.combine_splits import ZERO_BYTES
-from pallas_attn.kernels.decode.plan import Copies, Plan, at_least
+from pallas_attn.kernels.decode.plan import ZERO_BYTES, Copies, Plan, at_least
 from pallas_attn.kernels.decode.scheduler import Share, WorkTile
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -57,7 +56,7 @@ class DecodeRefs(NamedTuple):
     page_table: GmemRef | None
     layer: GmemRef | None
     sinks: GmemRef | None
-    counters: GmemRef  # behind `combine_splits.ZERO_BYTES` of zeros
+    counters: GmemRef  # `plan.counters`
     mask_aux: tuple[GmemRef, ...] = ()  # operands of a function of positions: `functions.flat`
     score_aux: tuple[GmemRef, ...] = ()
 

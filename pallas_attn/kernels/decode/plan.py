@@ -8,6 +8,8 @@ how the scheduler counts them.
 
 import dataclasses
 import functools
+import itertools
+import zlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from pallas_attn.kernels.mma import dequant, mma_rowmajor, mma_tf32
 from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 from pallas_attn.masks import Mask
 
+ZERO_BYTES = 2048  # zeros before the counters in global memory
 FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 # Largest number of columns of q, or of the output, in the registers of a warp. Warps divide the
 # columns of wider rows; the widest of these leave room in shared memory for tiles of 16 keys only.
@@ -338,6 +341,24 @@ def plan_with(
     if problem.batch_invariant:
         each, partials = 1, problem.kv_heads * lines * keys.most_units
     return Plan(problem, tiling, layout, queries, keys, heads, grid, partials, each, **parts)
+
+
+_calls = itertools.count(1)
+
+
+def counters(plan: Plan) -> np.ndarray:
+    """A zero for every head of every sequence, in which its partials are counted
+    (`combine_splits`), behind `ZERO_BYTES` of zeros that are only read (`loads.copy_tile`).
+
+    Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
+    which would be a launch of its own. The number behind them is that of this problem and trace,
+    of another process too (`_call/store.py`): launches of one call would otherwise share one
+    constant, and must not if XLA ever ran them side by side. (Calls that share a trace,
+    `batching.compiled_once`, still do.) It also keeps XLA from making the zeros itself.
+    """
+    zeros = ZERO_BYTES // 4 + plan.problem.kv_heads * plan.lines
+    number = (zlib.crc32(repr(plan.problem).encode()) ^ next(_calls)) % 2**31
+    return np.append(np.zeros(zeros, np.int32), np.int32(number or 1))
 
 
 def units_of_full(problem: DecodeProblem, keys: KvTiles) -> int:

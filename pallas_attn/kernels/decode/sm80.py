@@ -9,13 +9,12 @@ import functools
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem
-from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import limits, thread_copies
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, is_wide
 from pallas_attn.kernels.decode.sm90 import bytes_of_launch
 from pallas_attn.kernels.decode.sm90 import limit_of_any_copies as limit
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
@@ -50,7 +49,7 @@ class Config(limits.RingConfig):
         if is_float32:
             # Two blocks a multiprocessor, one of which computes while the other waits.
             pairs = [cls(tile=tile, stages=2, grid=2 * grid) for tile in (64, 32)]
-            pairs = [config for config in pairs if fits(problem, _bytes_of_two, config)]
+            pairs = [x for x in pairs if gpu_specs.fits(_bytes_of_two(problem, x), problem.gpu)]
             small = [cls(tile=32, stages=stages, grid=grid) for stages in (6, 5, 4, 3, 2)]
             choices = [*pairs, *choices[:-1], *small]
         # A tile at a time, or few queries, where rows are wide and shared memory is little.
@@ -63,7 +62,7 @@ class Config(limits.RingConfig):
             for rows in (16, 8, 4)
             for stages in (2, 1)
         ]
-        return next((x for x in choices if fits(problem, bytes_of_launch, x)), choices[-1])
+        return first_that_fits(problem, bytes_of_launch, choices)
 
     def plan(self, problem: DecodeProblem) -> Plan:
         return plan_of(problem, self)

@@ -53,6 +53,7 @@ from pallas_attn.kernels.decode.plan import (
     DecodeTiling,
     Plan,
     check_tile,
+    counters,
     is_wide,
     plan_with,
     query_rows,
@@ -423,7 +424,7 @@ def launch(
     no sequence owns; anything for the rest, or what `into` has.
     """
     plan = config.plan(problem)
-    return launch_plan(inputs, combine_splits.counters(plan), into, plan)
+    return launch_plan(inputs, counters(plan), into, plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan")

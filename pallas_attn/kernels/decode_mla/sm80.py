@@ -26,7 +26,6 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
@@ -44,7 +43,7 @@ from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with
 from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
 from pallas_attn.kernels.decode_mla import rows_as_sequences
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import (
@@ -81,7 +80,7 @@ class Config(limits.RingConfig):
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
-        return next((c for c in choices if fits(problem, smem_bytes, c)), choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
     def plan(self, problem: DecodeProblem) -> Plan:
         return plan_of(problem, self)

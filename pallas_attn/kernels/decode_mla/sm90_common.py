@@ -13,9 +13,9 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.decode import combine_splits, limits
+from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.decode.combine_splits import Outputs
-from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, DecodeTiling, Plan
+from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, DecodeTiling, Plan, counters
 from pallas_attn.kernels.decode_mla import combine_latent, producer, rows_as_sequences
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH
 from pallas_attn.kernels.lang import mosaic
@@ -78,7 +78,7 @@ def kernel_with(
 
     def launch(inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig) -> Results:
         plan = plan_of(problem, config)
-        return launched(inputs, combine_splits.counters(plan), plan, program)
+        return launched(inputs, counters(plan), plan, program)
 
     @dataclasses.dataclass(frozen=True)
     class Config(limits.RingConfig):

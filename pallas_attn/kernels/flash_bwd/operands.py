@@ -240,7 +240,7 @@ def _bias_and_mask(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     for name, array in tma_operands.bias_and_mask(inputs, rows, keys).items():
         sizes = array.shape[2:]
         if min(sizes) > 1 and sizes != (rows, keys):
-            as_it_is.append(name)  # `clipped` reads it
+            as_it_is.append(name)  # `array_tiles` clips it
         fields[name] = array if name in as_it_is else array.swapaxes(2, 3)
     if tiling.reads_key_mask:
         fields["key_tiles"] = key_masks.codes(fields["mask_array"], tiling.block_kv)

@@ -66,7 +66,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import RightOperand
@@ -138,8 +138,7 @@ class Config:
             for keys, stages in tiles_of_dq
         ]
         streamed = cls(block_q=32, dq_block_kv=32, columns=64)
-        fits = functools.partial(sm80_common.fits, problem, smem_bytes)
-        config = next(filter(fits, choices), streamed)
+        config = first_that_fits(problem, smem_bytes, [*choices, streamed])
         blocks = gpu_specs.multiprocessors(problem.gpu)
         parts = 1 if config.columns else costs.parts_of_idle(plan_of(problem, config).order, blocks)
         return dataclasses.replace(config, parts=parts)

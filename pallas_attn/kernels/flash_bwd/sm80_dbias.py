@@ -15,7 +15,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import tile_logits
-from pallas_attn.kernels.attention.sm80_common import copy_async, fits
+from pallas_attn.kernels.attention.sm80_common import copy_async
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm80_dq, sm80_scores, sm90_dq
@@ -25,6 +25,7 @@ from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import first_that_fits
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, RegisterTile
 
 sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
@@ -83,7 +84,7 @@ def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
 
     block = config.dq_block_kv or ROWS  # at most as many keys as rows, for `aux_sums.Diagonals`
     choices = [of(block, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
-    return next(plan for plan in choices if fits(problem, _bytes_of, plan))
+    return first_that_fits(problem, _bytes_of, choices)
 
 
 def _bytes_of(problem: AttentionProblem, plan: QueryPlan) -> int:

@@ -46,10 +46,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of, owner_of_chunk
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, owner_of
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -324,7 +324,7 @@ def _order_of_segments(plan: QueryPlan, device: Index, inputs: AttentionInputs, 
 
 def owner_in(sizes: Sizes, chunk: Index) -> tuple[Any, Any]:
     """Which GPU has a chunk of the sequence, and as which of its own."""
-    return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of(chunk, sizes.devices)
+    return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of_chunk(chunk, sizes.devices)
 
 
 def busy_before(plan: QueryPlan, device: int) -> list[float]:

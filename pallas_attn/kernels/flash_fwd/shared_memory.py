@@ -19,8 +19,6 @@ documents = Special("kernels.flash_fwd.documents")
 fetch = Special("kernels.flash_fwd.fetch")
 score_tiles = Special("kernels.attention.score_tiles")
 
-SLOTS_APART = 2  # work tiles in shared memory of a consumer that takes its own: `one_tile`
-
 
 class Smem(NamedTuple):
     """The buffers of a block, and its barriers."""
@@ -49,10 +47,10 @@ def scratch(plan: QueryPlan) -> Smem:
             f"matmuls take probabilities by whole swizzles. Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
-    return _scratch(plan, q_slots, _out_widths(plan, _room(plan, q_slots)))
+    return _scratch(plan, q_slots, out_widths(plan, _room(plan, q_slots)))
 
 
-def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem:
+def _scratch(plan: QueryPlan, q_slots: int, widths: tuple[int, ...]) -> Smem:
     problem, config = plan.problem, plan.config
     q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
     segments, fetched, claimed = None, None, None
@@ -60,8 +58,6 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         segments = documents.scratch(q_tiles, *ring)
     if problem.fetches > 1:
         fetched = fetch.scratch()
-    if config.independent:
-        return _of_consumers_apart(plan, out_widths)
     if plan.order.claims:
         claimed = claims.scratch()
     bias_and_mask, score_copies = None, 0
@@ -74,7 +70,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
         v=plan.v.scratch(config.stages, plan.value_rows),
-        out=_out_scratch(plan, out_widths),
+        out=out_scratch(plan, widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.copies[0] + 2 * ids),
         ready=barrier(num_barriers=config.stages, num_arrivals=entry),
@@ -85,25 +81,13 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
     )
 
 
-def _of_consumers_apart(plan: QueryPlan, out_widths: tuple[int, ...]) -> Smem:
-    """Slots of each warpgroup in place of a ring: `one_tile`."""
-    slots = SLOTS_APART * plan.config.warpgroups
-    return Smem(
-        q=plan.qk.scratch(slots, ROWS),
-        k=plan.qk.scratch(slots, plan.config.block_kv),
-        v=plan.v.scratch(slots, plan.value_rows),
-        out=_out_scratch(plan, out_widths),
-        segments=None,
-        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=plan.copies[0]),
-        ready=plgpu.Barrier(num_barriers=slots, num_arrivals=sum(plan.copies)),
-        free=None,
-    )
-
-
 def _room(plan: QueryPlan, q_slots: int) -> int:
+    return room_beside(_scratch(plan, q_slots, ()))
+
+
+def room_beside(others: Smem) -> int:
     """Bytes of shared memory that are left for the output."""
-    others = mosaic.bytes_of(_scratch(plan, q_slots, ()))
-    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - others
+    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - mosaic.bytes_of(others)
 
 
 def _q_slots(plan: QueryPlan) -> int:
@@ -113,7 +97,7 @@ def _q_slots(plan: QueryPlan) -> int:
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
 
 
-def _out_widths(plan: QueryPlan, room: int) -> tuple[int, ...]:
+def out_widths(plan: QueryPlan, room: int) -> tuple[int, ...]:
     """Columns of the output in shared memory at a time, by buffer: as many as `room` bytes hold."""
     itemsize = jnp.dtype(plan.problem.result_dtype).itemsize
     row = itemsize * plan.config.warpgroups * ROWS
@@ -140,8 +124,8 @@ def _out_swizzle(plan: QueryPlan) -> int:
     return tma_operands.swizzle_of(plan.v.width * itemsize)
 
 
-def _out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
-    """Shared memory for the output, by `_out_widths`; () where they are not known yet."""
+def out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
+    """Shared memory for the output, by `out_widths`; () where they are not known yet."""
     shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.result_dtype
     if not widths:
         return None

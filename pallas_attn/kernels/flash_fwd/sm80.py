@@ -68,7 +68,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd import documents, sm80_columns
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.types import (
     GmemRef,
     Index,
@@ -77,7 +77,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTiles,
     SmemRef,
 )
-from pallas_attn.kernels.mma import epilogue, mma_sync, store_rows
+from pallas_attn.kernels.mma import epilogue, mma_sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Config:
             choices.insert(0, cls(2, 64))
         else:
             choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 2048 else 1, q_in_registers=True))
-        return next((x for x in choices if sm80_common.fits(problem, smem_bytes, x)), choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -316,7 +316,7 @@ def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
     if tile.q_len is not None:
         lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
     where = tile.batch, tile.head, rows.row
-    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
+    mosaic.store_rows(lse, refs.lse, where, plan.tiling.whole_rows)
     return acc
 
 

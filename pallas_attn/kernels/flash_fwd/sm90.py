@@ -54,6 +54,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn._call.special import Special
@@ -77,7 +78,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd import shared_memory, sm90_defaults, warpgroups
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
+from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
     GmemRef,
@@ -98,8 +99,6 @@ fetch = Special("kernels.flash_fwd.fetch")  # K and V in the memory of other GPU
 fetch_producer = Special("kernels.flash_fwd.fetch_producer")
 float32_mainloop = Special("kernels.flash_fwd.float32_mainloop")  # in terms of 16 bits
 float8_mainloop = Special("kernels.flash_fwd.float8_mainloop")  # with scales
-one_tile = Special("kernels.flash_fwd.one_tile")  # the keys of a head are a kv tile
-batch_rows = Special("kernels.flash_fwd.batch_rows")  # several batch rows in a work tile
 
 # Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
@@ -117,9 +116,6 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
-    # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
-    independent: bool = False
-    batch_rows: int = 1  # batch rows in a work tile, with `independent`: see `batch_rows`
     heads_together: bool = False  # consumers take heads of a group: see `block_tables`
     float32_sums: bool = True  # float8: whether P V of kv tiles are added up in registers
 
@@ -133,11 +129,6 @@ class Config:
             grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             fetchers=(self.fetchers >= 1, "at least 1"),
-            batch_rows=(
-                self.batch_rows == 1
-                or (self.independent and self.batch_rows > 1 and self.block_kv >= 64),
-                "1, or more with independent and block_kv >= 64",
-            ),
             claims=(
                 not self.claims or self.stages <= MOST_STAGES,
                 f"False above {MOST_STAGES} stages",
@@ -157,13 +148,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         plan = plan_of(problem, dataclasses.replace(config, heads_together=False))
         with_heads: QueryPlan = block_tables.with_heads(dataclasses.replace(plan, config=config))
         return with_heads
-    linear, claimed, rows_apart = False, False, None
-    if config.batch_rows > 1:
-        problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
-    rows, lists = ROWS * config.warpgroups, 1
-    if config.independent:
-        one_tile.check(problem, config.block_kv)
-        rows, lists = ROWS, config.warpgroups  # a list of work tiles is a consumer's
+    linear, claimed = False, False
+    rows = ROWS * config.warpgroups
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         linear = problem.dtype not in FLOAT8 and linear_scores.takes(problem)
@@ -173,17 +159,16 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         problem,
         config,
         tiling,
-        Distribution.of(problem, tiling, (config.grid * lists, config.l2_heads), claimed, lists),
+        Distribution.of(problem, tiling, (config.grid, config.l2_heads), claimed),
         LogitRules.of(problem, config.block_kv, linear=linear),
         *_work_tiles_of(problem, claimed),
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=() if config.independent else _score_tiles_of(problem, config),
+        score_tiles=_score_tiles_of(problem, config),
         claimed_order=claims.schedule if claimed else None,
         busy_before=fetch.busy_before if problem.fetches > 1 else None,
         panels=tma_operands.takes_panels(problem),
-        rows_apart=rows_apart,
     )
 
 
@@ -259,7 +244,7 @@ def fetches(problem: AttentionProblem) -> bool:
     if not fetch.takes(problem):
         return False
     config = Config.default(problem)
-    fits = smem_bytes(problem, config) <= SMEM_LIMIT
+    fits = gpu_specs.fits(smem_bytes(problem, config), problem.gpu)
     return fits and fetch.Sizes.of(plan_of(problem, config)).slots >= fetch.LEAST_SLOTS
 
 
@@ -346,8 +331,6 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    if plan.config.independent:
-        return one_tile.consume(ctx, block, wg)
     assert plan.produce is not None
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
@@ -362,31 +345,28 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
-    if plan.rows_apart is not None:
-        inputs = batch_rows.joined_inputs(inputs, config.batch_rows)
-    refs, fetched = _operands(plan, inputs), []
+    refs, fetched = operands(plan, inputs), []
     if problem.fetches > 1:
         fetched = fetch.fetched_shapes(plan, refs.k, refs.v)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(*_results(plan), *fetched),
+        out_type=(*results(plan), *fetched),
         scratch_types=(shared_memory.scratch(plan),),
-        grid=(plan.order.grid // plan.order.lists,),
+        grid=(plan.order.grid,),
         grid_names=("block",),
-        num_threads=config.warpgroups + (0 if config.independent else 1),
+        num_threads=config.warpgroups + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    if plan.skips_keys and not config.independent:
+    if plan.skips_keys:
         refs = key_masks.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
-    out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
-    return (out, lse) if plan.rows_apart is None else batch_rows.split(out, lse, config.batch_rows)
+    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
 
 @functools.lru_cache(maxsize=256)
-def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The output, without panels in sizes that TMA writes whole, and the log-sum-exp."""
     problem = plan.problem
     width = problem.v_head_dim if shares_keys(problem) else plan.v.width
@@ -400,7 +380,7 @@ def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
     )
 
 
-def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
+def operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
     mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; mask_array, to
     int8, unless it masks keys; segment ids; one value tile a sequence where there are kv_lengths.

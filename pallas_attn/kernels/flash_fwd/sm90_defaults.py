@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 
 from jax.experimental.pallas import cdiv
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tile_scheduler
 from pallas_attn.kernels.attention.tile_scheduler import L2_BYTES, STEP_OVERHEAD
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS, SMEM_LIMIT
 
-batch_rows = Special("kernels.flash_fwd.batch_rows")
 block_tables = Special("kernels.attention.block_tables")
 claims = Special("kernels.attention.claims")
-one_tile = Special("kernels.flash_fwd.one_tile")
 tile_lists = Special("kernels.attention.tile_lists")
 
 _TILE = 2 * ROWS, 128  # rows and keys of the tiles by which claims are judged
@@ -37,7 +35,7 @@ class Configs(NamedTuple):
     smem_bytes: Callable[[AttentionProblem, Config], int]
 
     def has_room(self, problem: AttentionProblem, config: Config) -> bool:
-        return self.smem_bytes(problem, config) <= SMEM_LIMIT
+        return gpu_specs.fits(self.smem_bytes(problem, config), problem.gpu)
 
 
 @functools.lru_cache(maxsize=256)
@@ -68,11 +66,11 @@ def _with_room(problem: AttentionProblem, configs: Configs, config: Config) -> C
 
 def _of_16_bits(problem: AttentionProblem, configs: Configs) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
-    l2_heads = _l2_heads(problem, dim)
+    heads = l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
-        return block_tables.config_of(problem, functools.partial(configs.make, l2_heads=l2_heads))
+        return block_tables.config_of(problem, functools.partial(configs.make, l2_heads=heads))
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
-    made = functools.partial(configs.make, l2_heads=l2_heads, claims=claimed)
+    made = functools.partial(configs.make, l2_heads=heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
     most = ROWS * (4 if dim <= 64 else 3)  # rows of the largest work tile
@@ -112,14 +110,6 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     """The Config that leaves few rows and keys of its tiles, and few blocks, idle. Measured from 33
     to 2047 rows, and up to 4096 where no block takes two work tiles.
     """
-    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * MULTIPROCESSORS:
-        rows = batch_rows.most_joined(problem)
-        if rows > 1:
-            consumers = 4 if dim <= 64 else 2
-            return made(consumers, block_kv=64, stages=2, independent=True, batch_rows=rows)
-    if _gains_by_consumers_apart(problem, dim):
-        keys = 64 if problem.kv_len <= 64 else 128
-        return made(4 if dim <= 64 else 2, block_kv=keys, stages=2, independent=True)
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers
@@ -162,13 +152,6 @@ def _last_cost(problem: AttentionProblem, consumers: int) -> float:
     return (busy + STEP_OVERHEAD) / (consumers + STEP_OVERHEAD)
 
 
-def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
-    """Whether heads are so small that each consumer takes one: see `one_tile`."""
-    most = 128 if dim <= 32 else 64 if dim <= 64 or problem.q_len < 56 else 0
-    tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
-    return problem.q_len <= 128 and tiles > MULTIPROCESSORS and one_tile.takes(problem, most)
-
-
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.
 # Mask functions count as "causal", or as "window" beside a mask with a left bound.
 _L2_HEADS = {
@@ -183,7 +166,7 @@ _L2_HEADS = {
 }
 
 
-def _l2_heads(problem: AttentionProblem, dim: int) -> int:
+def l2_heads(problem: AttentionProblem, dim: int) -> int:
     """Heads of an L2 group that were fastest on an H200; 0: `heads_of_l2_group`."""
     mask, widths = problem.mask, (64, 80, 96, 128, 256)
     full = mask.is_full and problem.mask_program is None
@@ -253,8 +236,8 @@ def _float32(problem: AttentionProblem, configs: Configs) -> Config:
 def _float8(problem: AttentionProblem, config: Callable[..., Config]) -> Config:
     """The Config for float8, where registers hold two accumulators of the output beside scores."""
     dim = max(problem.head_dim, problem.v_head_dim)
-    sums, l2_heads = problem.precision != "fast_accum", _l2_heads(problem, dim)
-    made = functools.partial(config, l2_heads=l2_heads, float32_sums=sums)
+    sums = problem.precision != "fast_accum"
+    made = functools.partial(config, l2_heads=l2_heads(problem, dim), float32_sums=sums)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
     if dim <= 128 and not sums:

@@ -59,7 +59,6 @@ from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.mosaic import MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import store_rows
 
 KEYS = 64  # keys of a kv tile
 WIDTH = 128  # columns of a block of the ring
@@ -417,7 +416,7 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.factor_ready)
     where = tile.batch, tile.head, rows.row
-    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
+    mosaic.store_rows(lse, refs.lse, where, plan.tiling.whole_rows)
 
 
 # ---- values --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTiles,
     SmemRef,
 )
-from pallas_attn.kernels.mma import store_rows, wgmma
+from pallas_attn.kernels.mma import wgmma
 
 if TYPE_CHECKING:
     from pallas_attn.kernels.flash_fwd.alternation import Alternation
@@ -364,7 +364,7 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: OutputSums) -> Non
     if tile.q_len is not None:
         lse, acc = softmax.without_dead_rows(lse, acc, rows.row, tile.q_len)
     where = tile.batch, tile.head, rows.row
-    store_rows.store(lse, refs.lse, where, plan.tiling.whole_rows)
+    mosaic.store_rows(lse, refs.lse, where, plan.tiling.whole_rows)
     for column, parts, staged in _parts_of_output(plan, acc, smem.out):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):

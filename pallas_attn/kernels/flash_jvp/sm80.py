@@ -24,7 +24,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import sm80_common, softmax, tile_logits, tile_scheduler
+from pallas_attn.kernels.attention import softmax, tile_logits, tile_scheduler
 from pallas_attn.kernels.attention.array_tiles import load_tile
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
@@ -34,7 +34,7 @@ from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.lang.types import (
     Carry,
     GmemRef,
@@ -68,7 +68,7 @@ class Config:
         choices = [cls(32, 2), cls(32, 1), cls(16, 1)]
         if problem.dtype != "float32" and max(problem.head_dim, problem.v_head_dim) <= 64:
             choices.insert(0, cls(64, 2))
-        return next((x for x in choices if sm80_common.fits(problem, smem_bytes, x)), choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 @functools.lru_cache(maxsize=256)

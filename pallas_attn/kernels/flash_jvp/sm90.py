@@ -53,8 +53,8 @@ from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS, SMEM_LIMIT
+from pallas_attn.kernels.lang.config import check, first_that_fits
+from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -99,7 +99,7 @@ class Config:
             choices.insert(0, cls(3, 64, 4))
         elif narrow:
             choices.insert(0, cls(2, 64, 4))
-        return next((x for x in choices if smem_bytes(problem, x) <= SMEM_LIMIT), choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 @functools.lru_cache(maxsize=256)

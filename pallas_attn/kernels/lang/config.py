@@ -1,6 +1,10 @@
 """The `default` of a kernel's `Config`, and checks of its fields."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Self
+
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.kernel import Problem
 
 
 class OneForAll:
@@ -11,6 +15,16 @@ class OneForAll:
         """The fastest on an H200."""
         del problem
         return cls()
+
+
+def first_that_fits[Choice](
+    problem: Problem, need: Callable[[Any, Choice], int], choices: Sequence[Choice]
+) -> Choice:
+    """The first choice for which a block of the GPU has the shared memory that `need` says, or the
+    last.
+    """
+    fitting = (x for x in choices if gpu_specs.fits(need(problem, x), problem.gpu))
+    return next(fitting, choices[-1])
 
 
 def check(config: Any, **wants: tuple[bool, str]) -> None:

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, gpu, vector
 
 from pallas_attn._call import gpu_specs
-from pallas_attn.kernels.lang.asm import Int, give, i32
+from pallas_attn.kernels.lang.asm import Int, address_of, do_where, give, i32, number_of
 from pallas_attn.kernels.lang.types import (
     DType,
     GmemRef,
@@ -31,6 +31,7 @@ from pallas_attn.kernels.lang.types import (
     Layout,
     Predicate,
     Ref,
+    RegisterTile,
     Scalar,
     SmemRef,
 )
@@ -229,6 +230,43 @@ def inline(
     known: Any = run
     setattr(known, "values" if traced else "twin", twin)
     return plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)(known)(*args)
+
+
+def thread_index() -> Int:
+    """In inlined code: the number of the thread in its warpgroup."""
+    return Int(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))) % THREADS
+
+
+def store_rows(
+    values: RegisterTile, to: GmemRef, where: tuple[Index, ...], whole: bool = False
+) -> None:
+    """Writes float32 values [rows], a row in four threads each, to `to` [B, heads, T] from `where`
+    (batch, head, row) on; those past T are dropped. `whole`: none of the launch's are past T.
+    """
+    (batch, head, row), (_, heads, length) = where, to.shape
+    if whole:
+        return store(to.at[batch, head, pl.ds(row, values.shape[0])], values)
+
+    def code(values, to, batch, head, row):
+        thread = thread_index()
+        lane = thread % 32
+        row = row + thread // 32 * 16 + lane // 4
+        line = (batch * heads + head) * length + row  # 32 bits count the rows of all heads
+        address = address_of(to, line, 4)
+        ours = lane % 4 < 1
+        for number, register in enumerate(values.registers.flat):
+            below = number // 2 * 64 + number % 2 * 8
+            value = number_of(register)
+            inside = (ours & (row + below < length)).value
+            do_where(inside, f"st.global.f32 [$1+{4 * below}], $2", [address, value], "l,f")
+
+    def twin(values, to, batch, head, row):
+        some = values[: max(0, length - int(row))]
+        to[int(batch), int(head), int(row) : int(row) + len(some)] = some
+
+    types = ROW, REF, SCALAR, SCALAR, SCALAR
+    args = values, to, *[jnp.int32(0) + x for x in (batch, head, row)]
+    return inline(code, twin, args, types, None)
 
 
 def array_of(

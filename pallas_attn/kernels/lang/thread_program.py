@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.asm import (
@@ -44,7 +44,7 @@ class Thread:
     @property
     def index(self) -> Int:
         """The number of the thread in its warpgroup."""
-        return Int(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))) % THREADS
+        return mosaic.thread_index()
 
     def to_int64(self, x: Int) -> Int:
         """`x` in 64 bits, for offsets that 32 cannot hold."""

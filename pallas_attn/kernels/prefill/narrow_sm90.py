@@ -13,8 +13,7 @@ import jax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
+from pallas_attn.kernels.lang.config import check, first_that_fits
 from pallas_attn.kernels.mma import dequant, narrow_rows
 from pallas_attn.kernels.prefill import packed_queries, sm90, widening_producer
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, unquantized
@@ -59,8 +58,7 @@ class Config:
             for q_slots in range(like.q_slots, 0, -1)
             for stages in (4, 3, 2)
         ]
-        fits = (config for config in choices if bytes_of(plan_of(problem, config)) <= SMEM_LIMIT)
-        return next(fits, choices[-1])
+        return first_that_fits(problem, smem_bytes, choices)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:

@@ -21,9 +21,10 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import config as _config
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels.decode import combine_splits, scheduler
+from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as kernel
+from pallas_attn.kernels.decode.plan import ZERO_BYTES
 from pallas_attn.kernels.decode.sm90 import plan_of
 from tests.support import mosaic
 from tests.support.decode_cases import (
@@ -299,7 +300,7 @@ def test_calls_do_not_share_counters():
     call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
     report = mosaic.compile_for(call, shapes_of(case))
     assert report.launches == 2
-    kind = rf"s32\[{combine_splits.ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
+    kind = rf"s32\[{ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
     assert len(re.findall(rf"= {kind} constant\(", report.hlo)) == 2
     assert not re.search(rf"{kind} (copy|fusion|broadcast)", report.hlo)
 

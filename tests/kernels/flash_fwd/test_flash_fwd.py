@@ -20,7 +20,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import segment_spans, tile_scheduler, tma_operands
 from pallas_attn.kernels.attention.tile_scheduler import QueryPlan
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
-from pallas_attn.kernels.flash_fwd import batch_rows, documents, segments
+from pallas_attn.kernels.flash_fwd import documents, segments
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
@@ -228,73 +228,6 @@ def test_last_keys_in_eights_interpreted(rows, keys, dims, changes, in_eights):
         check(case, config)
 
 
-INDEPENDENT = kernel.Config(warpgroups=3, block_kv=136, grid=2, independent=True)
-OF_ONE_TILE = (
-    *("q_lengths", "kv_lengths_causal", "sinks_empty_rows", "bias_by_head", "softcap"),
-    *("strictly_causal", "dim72_24"),
-)
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", OF_ONE_TILE)
-def test_keys_of_one_tile_interpreted(name):
-    """Consumers apart, more of them than work tiles in the last block."""
-    with mosaic.interpret():
-        check(small(name), INDEPENDENT)
-
-
-# Rows and keys of a batch row, batch rows in a tile, head dims, mask and dtype
-JOINED = {
-    "frames16": (16, 4, (64, 64), FULL, "bfloat16"),
-    "causal20": (20, 3, (40, 40), CAUSAL, "float16"),
-    "frames32": (32, 2, (80, 128), FULL, "float16"),
-    "window7": (7, 9, (32, 24), sliding_window(3), "bfloat16"),
-}
-
-
-def check_joined(name, grid):
-    """Batch rows in one tile: each sees its own keys, whatever others hold."""
-    rows, joined, dims, mask, dtype = JOINED[name]
-    case = of_size(rows, rows, dims, mask, dtype, (4, 2))
-    case = dataclasses.replace(case, batch=3 * joined)
-    assert batch_rows.most_joined(problem_of(case)) == joined
-    check(case, kernel.Config(2, 64, 2, grid=grid, independent=True, batch_rows=joined))
-
-
-@mosaic.here_and_on_a_gpu
-@pytest.mark.parametrize("name", JOINED)
-def test_batch_rows_in_one_tile(name, where):
-    with where():
-        check_joined(name, grid=3)
-
-
-@pytest.mark.parametrize(
-    "changes, rows",
-    [
-        ({}, 4),
-        ({"batch": 15}, 3),
-        ({"batch": 7}, 1),
-        ({"q_len": 33, "kv_len": 33}, 1),
-        ({"kv_len": 20}, 1),
-        ({"kv_lengths": (3,) * 64}, 1),
-        ({"dtype": "float32"}, 1),
-    ],
-    ids=str,
-)
-def test_batch_rows_that_fill_a_tile(changes, rows):
-    case = dataclasses.replace(of_size(16, 16, (64, 64), FULL, "bfloat16", (16, 16)), batch=64)
-    problem = problem_of(dataclasses.replace(case, **changes))
-    assert batch_rows.most_joined(problem) == rows
-    assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
-
-
-@pytest.mark.parametrize("name, keys", [("t_equals_s", 136), ("documents_full", 200)])
-def test_consumers_are_apart_where_a_tile_has_all_keys(name, keys):
-    """Not of 300 keys, nor of documents."""
-    with pytest.raises(ValueError, match=f"independent must be False for .* and block_kv {keys}$"):
-        plan_of(name, dataclasses.replace(INDEPENDENT, block_kv=keys))
-
-
 def plan_of(name, config):
     return kernel.plan_of(problem_of(case_named(name)), config)
 
@@ -368,16 +301,6 @@ def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
 )
 def test_any_size_without_copies(rows, dim, dtype):
     _, _, report = compiled_case(of_size(rows, rows, (dim, dim), dtype=dtype))
-    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-@pytest.mark.parametrize("rows, dim", [(16, 40), (20, 64), (32, 128)])
-def test_batch_rows_that_share_a_tile_are_not_copied(rows, dim):
-    case = dataclasses.replace(of_size(rows, rows, (dim, dim), heads=(16, 16)), batch=960)
-    _, config, report = compiled_case(case, of=output)
-    assert config.batch_rows == 64 // rows
     assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
 
 
