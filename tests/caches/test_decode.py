@@ -19,9 +19,8 @@ from pallas_attn import (
     PagedCache,
     PerSequenceCache,
     StackedCache,
-    sliding_window,
 )
-from tests.support import budget, hard_data, subjects
+from tests.support import budget, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -91,72 +90,6 @@ def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):
     arguments = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "mask": mask}
     arguments |= {"q_offset": lengths - q.shape[1]} | options
     return budget.attention(arguments, tensor_cores=tensor_cores)
-
-
-OPTIONS = {
-    "plain": {},
-    "window": {"mask": sliding_window(5)},
-    "band": {"mask": Mask(7, -1)},
-    "softcap_scale": {"softcap": 3.0, "scale": 0.3},
-    "scale_negative": {"scale": -0.1},
-    "scale_tiny": {"scale": 1e-45, "mask": sliding_window(3)},  # 0 to a GPU: not to meet -inf
-    "sinks": {"sinks": hard_data.sinks_without_end(np.linspace(-1, 2, 4, dtype=np.float32))},
-}
-LENGTHS = (0, 1, 3, 4, 5, CAPACITY - 1, CAPACITY)
-
-
-# Arguments after the rows are the same for every kind, but for a mask: its rows begin elsewhere.
-@each_subject
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        (kind, name)
-        for kind in KINDS
-        for name in OPTIONS
-        if kind == "paged" or name in ("plain", "window", "band")
-    ],
-)
-@pytest.mark.parametrize("count", [1, 4])
-def test_lengths_and_options(rng, subject, kind, name, count):
-    """Lengths around a page's edge, 0 and the capacity; row i of t stands at length - t + i."""
-    if name == "band" and count == 1:
-        count = 2
-    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
-    q = rows(rng, len(LENGTHS), count, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
-    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **OPTIONS[name])
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    options = OPTIONS[name] | {"tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **options))
-    assert not np.asarray(out[0]).any() and (np.asarray(lse[0]) == -np.inf).all()
-
-
-@each_subject
-@every_kind
-@pytest.mark.parametrize("name", ["plain", "window"])
-def test_token_by_token_and_in_chunks(rng, subject, kind, name):
-    """Append and decode, 1 to 5 tokens at a time: flash_attention of the concatenation."""
-    q, k, v = rows(rng, 2, 16, subject.dtype)
-    options = OPTIONS[name]
-    mask = options.get("mask", CAUSAL)
-    arguments = {"q": q, "k": k, "v": v, "mask": mask}
-    wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
-
-    def step(cache, q, k, v, *, implementation):
-        cache = pa.append_kv(cache, k, v, implementation=implementation)
-        return cache, pa.decode_attention_with_lse(
-            q, cache, implementation=implementation, **options
-        )
-
-    cache, outs, lses = empty(kind, 2, subject.dtype), [], []
-    at = 0
-    for count in (1, 1, 1, 5, 1, 5, 1, 1):
-        here = slice(at, at + count)
-        cache, (out, lse) = subject.call(step, cache, q[:, here], k[:, here], v[:, here])
-        outs, lses, at = [*outs, out], [*lses, lse], at + count
-    got = {"out": np.concatenate(outs, 1), "lse": np.concatenate(lses, 2)}
-    budget.check(got, wanted)
-    np.testing.assert_array_equal(cache.lengths, [16, 16])
 
 
 @each_subject_interpreted_too

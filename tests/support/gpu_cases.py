@@ -69,13 +69,13 @@ QUICK = {
     ),
     "kernels/decode_listed/lists.py": f"{_EVERY}[decode_listed.sm90-rows]",
     "kernels/decode_listed/gradients_sm90.py": (
-        f"{_LISTED}listed_gradients.py::test_on_the_gpu[heads12_softcap]"
+        f"{_LISTED}listed_gradients.py::test_cases[heads12_softcap-gpu]"
     ),
     "kernels/prefill/plan.py": f"{_EVERY}[prefill.sm90-paged]",
     "kernels/prefill/combine_partials.py": f"{_EVERY}[prefill.sm90-partials]",
     "kernels/prefill/merge_parts.py": f"{_CACHES}prefixes.py::test_on_a_gpu[rows-pages16]",
-    "kernels/prefill/widened_sm90.py": f"{_PREFILL}_widened.py::test_on_a_gpu[int8-paged]",
-    "kernels/prefill/narrow_sm90.py": f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
+    "kernels/prefill/widened_sm90.py": f"{_EVERY}[prefill.widened_sm90-splits]",
+    "kernels/prefill/narrow_sm90.py": f"{_EVERY}[prefill.narrow_sm90-splits]",
     "kernels/prefill/float8_tiles.py": f"{_PREFILL}_float8.py::test_on_a_gpu[per_sequence]",
     "kernels/prefill/float8_sm90.py": f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
     "kernels/prefill/contiguous_sm90.py": f"{_EVERY}[prefill.contiguous_sm90-cut_tiles]",
