@@ -22,6 +22,12 @@ PROGRAMS = {
         f"flash_bwd/sm90/h128_{x}": (None, IN_AN_ORDER)
         for x in ("long", "claims", "turns", "turns_causal")
     },
+    "append/sm90/stacked": (1, {}),
+    "append/sm90/per_sequence": (1, {}),
+    "append/sm80/paged": (1, {}),
+    "decode_mla/sm90/heads128": (1, {"": 256}),  # a few scalars
+    "decode_mla/sm90/heads16_paged": (1, {}),
+    "decode_mla/sm80/per_sequence": (1, {}),
     "decode_listed/latent_sm90/heads128": (2, {"": 256}),  # one combines partials
     "decode_listed/latent_sm90/heads16": (1, {}),
     "decode_listed/sm90/gradients": (1, {}),
@@ -36,7 +42,8 @@ def test_launches_and_spills(name):
     """Nothing of an array that the program is given is copied."""
     launches, most = PROGRAMS[name]
     build = builds.BUILDS[name]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
+    how = {"target": build.target, "donate_argnums": build.donate}
+    report = mosaic.compile_for(build.call, *build.shapes, **how)
     assert launches in (None, report.launches) and report.copies == 0
     if "" in most:
         assert report.spill_bytes <= most[""]

@@ -79,8 +79,10 @@ class Case:
 
     def wanted(self, residuals: ListedResiduals) -> dict[str, np.ndarray]:
         """Results and gradients by definition, each key as often as a list names it."""
-        q, k, v, rows, _, _, d_out, d_lse = (np.nan_to_num(np.asarray(x)) for x in residuals)
-        times = fuzz_listed.times_of(rows[None, None], self.keys)
+        q, k, v, rows, _, _, d_out, d_lse = (
+            np.nan_to_num(np.asarray(x, np.float64)) for x in residuals
+        )
+        times = fuzz_listed.times_of(rows[None, None].astype(int), self.keys)
         arrays = {"q": q[None], "k": k[None, :, None], "v": v[None, :, None]}
         arrays |= fuzz_listed.written_out(times, self.heads)
         return definition.attention(arrays, d_out[None], d_lse.T[None], softcap=self.softcap)

@@ -107,11 +107,6 @@ def packed_agree(case, counts):
     decode_cases.close(got[1][:, rows], want[1][:, rows], 1e-2, 1e-2)
 
 
-def test_rows_that_decode_serves_are_checked():
-    with pytest.raises(ValueError, match=r"^Config\.most must be at least 1, got 0$"):
-        gathered_packed_sm90.Config(most=0)
-
-
 def test_who_takes_wide_heads():
     wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
     assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
