@@ -55,7 +55,7 @@ QUICK = {
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
     ),
-    "kernels/attention/mask_bits.py": "tests/kernels/test_mask_bits.py::test_on_the_gpu[sizes0]",
+    "kernels/attention/mask_bits.py": "tests/kernels/test_mask_bits.py::test_bits[sizes1-gpu]",
     "kernels/decode/sm90.py": f"{_EVERY}[decode.sm90-paged]",
     "kernels/decode/box_copies.py": (f"{_CACHES}ragged.py::test_a_mixture[kernels-mixture-plain]"),
     "kernels/decode_mla/producer.py": f"{_EVERY}[decode_mla.sm90-paged]",
