@@ -17,7 +17,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.decode_mla import sm90_common, sm90_few_rows
-from tests.support import definition, hard_data, in_numpy
+from tests.support import boundaries, definition, hard_data, in_numpy
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -33,7 +33,6 @@ def turns(names: Iterable[str], of_every_kind: Container[str]) -> list[tuple[str
 
 
 LENGTHS = (0, 1, 63, 64, 65, 130, 200)
-TILE = 64  # rows of the tiles that tests give kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Quantized(Case):
         shapes = self.shapes(self.head_dim), self.shapes(self.v_head_dim)
         scales = [[self._scales(rng, shape[:-1]) for shape in side] for side in shapes]
         for scale in scales[0]:
-            loud = scale[..., ::2, :, :] if self.kind == "paged" else scale[..., TILE:]
+            loud = scale[..., ::2, :, :] if self.kind == "paged" else scale[..., boundaries.TILE :]
             loud *= 16
         if fill is not None:
             scales = [self._filled(x, np.asarray(inputs.page_table), fill) for x in scales]

@@ -100,7 +100,7 @@ class Dense:
 class Held:
     """A cache in NumPy: every byte, and where rows lie."""
 
-    case: Any  # what `of` needs of a `Case`
+    case: Any  # a `Case`, or its kind and layers
     arrays: dict[str, list[np.ndarray]]
     lengths: np.ndarray
     new_lengths: np.ndarray
@@ -121,7 +121,7 @@ class Held:
 
     @classmethod
     def of_cache(cls, cache: Any) -> "Held":
-        """Of a cache that no case has made, without rows of bytes."""
+        """Without a case; rows are not bytes."""
         return cls.of(
             types.SimpleNamespace(kind=cache.kind, layers=cache.layers, byte_rows=False), cache
         )

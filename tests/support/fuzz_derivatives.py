@@ -306,12 +306,19 @@ def with_learned(*, do, dlse, aux, terms, alone, implementation, **arguments):
     return results | {f"daux{n}": x for n, x in enumerate(daux)}
 
 
+def learned_inputs(case: Learned, turn: int) -> tuple[dict, dict]:
+    """Arguments of the call, and arrays of the oracle."""
+    handed, plain = fuzz.attention_inputs(case, turn)
+    options = {name: x for name, x in case.options().items() if x is not None}
+    handed |= options | {"aux": _aux(case, turn), "terms": case.terms, "alone": case.alone}
+    return handed, plain
+
+
 def run_learned(case: Learned, place: fuzz.Place, tally: fuzz.Tally) -> None:
     options = {name: x for name, x in case.options().items() if x is not None}
     for turn in range(1) if place.lowered else fuzz.turns(place, tally):
         aux = _aux(case, turn)
-        handed, plain = fuzz.attention_inputs(case, turn)
-        arguments = handed | options | {"aux": aux, "terms": case.terms, "alone": case.alone}
+        arguments, plain = learned_inputs(case, turn)
         if place.lowered:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("flash_backward", with_learned, arguments, generation, tally)

@@ -73,8 +73,8 @@ class Case:
         d_out[-1, 0] = np.nan
         d_lse = rng.standard_normal((self.rows, self.heads)).astype(np.float32)
         arrays = q, k, v, rows.astype(np.int32), d_out, d_lse, d_out, d_lse
-        found = self.wanted(ListedResiduals(*arrays))
-        out, lse = found["out"][0].astype(d_out.dtype), np.float32(found["lse"][0].T)
+        right = self.wanted(ListedResiduals(*arrays))
+        out, lse = right["out"][0].astype(d_out.dtype), np.float32(right["lse"][0].T)
         return ListedResiduals(*map(jnp.asarray, (*arrays[:4], out, lse, d_out, d_lse)))
 
     def wanted(self, residuals: ListedResiduals) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import pytest
 from pallas_attn import CAUSAL, FULL, sliding_window
 from pallas_attn._call import config
 from tests.support import fuzz, subjects
-from tests.support.fuzz_derivatives import Learned, run_learned
+from tests.support.fuzz_derivatives import Learned, learned_inputs, run_learned, with_learned
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -91,6 +91,9 @@ def test_portable_interpreted(name):
 @pytest.mark.parametrize("implementation", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name, implementation):
-    """Bits repeat where the case asks that they do."""
-    subject = subjects.Subject("gpu", implementation, marks=("gpu",))
-    fuzz.prove(run_learned, CASES[name], subject)
+    """Bits repeat where the case asks for it."""
+    case, subject = CASES[name], subjects.Subject("gpu", implementation)
+    fuzz.prove(run_learned, case, subject)
+    if case.deterministic:
+        arguments, _ = learned_inputs(case, 0)
+        fuzz.same_bits(*(subject.call(with_learned, **arguments) for _ in range(2)))
