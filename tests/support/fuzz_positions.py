@@ -172,6 +172,8 @@ def _written_out(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
     sizes = (case.batch, case.q_heads, case.q_len, case.kv_len)
     b, h, q, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
     q = q + case.q_offset
+    # Functions read integers of fewer bits as int32.
+    arrays = {n: x.astype(np.int32) if x.dtype == np.int8 else x for n, x in arrays.items()}
     seen = np.broadcast_to(case.mask.allows(q, kv), sizes)
     for how, name in case.terms:
         function, names = MASKS[name]
