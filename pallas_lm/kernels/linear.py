@@ -151,7 +151,6 @@ class Plan:
     @property
     def steps(self) -> int:
         """Parts of a unit: whole ones; what lies past the last column is zeros."""
-        # fault linear_drops_last_columns
         return -(-self.problem.inner // (self.config.block_in * self.config.splits))
 
     def scratch(self) -> LinearSmem:
@@ -237,7 +236,7 @@ def _compute(ctx: KernelContext, block_id: Index) -> None:
 
                 @pl.when(i > 0)
                 def _():
-                    plgpu.wgmma_wait(1)  # fault linear_released_early
+                    plgpu.wgmma_wait(1)
                     plgpu.barrier_arrive(smem.free.at[lax.rem(count - 1, stages)])
 
                 return count + 1

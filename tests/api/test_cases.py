@@ -14,7 +14,7 @@ import pytest
 
 import pallas_attn as pa
 from benchmarks import subjects as bench_subjects
-from pallas_attn import PagedCache, PerSequenceCache, StackedCache
+from pallas_attn import Mask
 from tests.kernels.flash_fwd.test_flash_fwd import small
 from tests.support import budget, subjects
 from tests.support.problems import cases
@@ -23,9 +23,22 @@ from tests.support.subjects import cotangents, forward_and_backward
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 EDGES = cases.select(cases.ATTENTION, "edge")
-# Quantised caches, and those with V within K: tests/caches/test_quantized.py.
-DECODES = cases.select(cases.DECODE, "edge,-quantized,-shared_kv")
-APPENDS = cases.select(cases.APPEND, "edge,-quantized,-kept")
+# Rows of bytes: tests/caches/test_byte_rows.py.
+DECODES = cases.select(cases.DECODE, "edge,-*_latent_bytes")
+DECODES += tuple(
+    dataclasses.replace(case, name=f"{case.name}_{name}", **changes)
+    for of, name, changes in (
+        ("stacked_int8", "e5m2", {"cache_dtype": "float8_e5m2"}),
+        ("stacked_int8", "float32", {"dtype": "float32"}),
+        ("paged_float8_e4m3fn", "page64", {"page_size": 64}),
+        ("paged_latent", "float8", {"cache_dtype": "float8_e4m3fn"}),
+        ("per_sequence_int8", "dim128", {"head_dim": 128, "v_head_dim": 128, "dtype": "float16"}),
+        ("paged_chunk", "band", {"mask": Mask(7, -1)}),
+        ("paged_edges", "scale_negative", {"scale": -0.1}),
+        ("paged_window", "scale_tiny", {"scale": 1e-45}),  # 0 to a GPU: not to meet -inf
+    )
+    for case in cases.select(cases.DECODE, f"decode_{of}")
+)
 # The reference is one einsum at every head dim and for every group, one comparison for every mask
 # (tests/api/test_attention.py goes through them), and reads caches of every kind as the same rows.
 ALIKE = (
@@ -52,7 +65,8 @@ REFERENCE = tuple(FEWER.get(case.name, case) for case in REFERENCE)
 REFERENCE_DECODES = tuple(
     case
     for case in DECODES
-    if case.kind == "paged" or case.name.endswith(("_edges", "_empty", "_chunk", "_dims_128_64"))
+    if case.kind == "paged"
+    or case.name.endswith(("_edges", "_empty", "_chunk", "_dims_128_64", "_e5m2", "_dim128"))
 )
 DRAWN = tuple(cases.draw_attention(seed) for seed in range(8))
 DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(8))
@@ -107,44 +121,6 @@ def test_drawn_forward_and_backward(subject, case):
 # ---- caches --------------------------------------------------------------------------------------
 
 
-def cache_of(case, k, v, lengths):
-    """The case's cache with k, v [M, K, capacity, H] in it, pages in a shuffled order."""
-    sizes = {"kv_heads": case.kv_heads, "head_dim": case.head_dim, "v_head_dim": case.v_head_dim}
-    sizes |= {"dtype": case.dtype}
-    lengths = jnp.asarray(lengths, jnp.int32)
-    counts = {"lengths": lengths, "new_lengths": jnp.zeros_like(lengths)}
-    if case.kind == "per_sequence":
-        return PerSequenceCache(tuple(jnp.asarray(k)), tuple(jnp.asarray(v)), **counts)
-    if case.kind == "stacked":
-        return StackedCache(jnp.asarray(k), jnp.asarray(v), **counts)
-    m, _, capacity, _ = k.shape
-    width = capacity // case.page_size
-    cache = PagedCache.create(m, m * width, case.page_size, capacity=capacity, **sizes)
-    order = np.random.default_rng(0).permutation(m * width).reshape(m, width).astype(np.int32)
-
-    def pool(dense):
-        pages = np.asarray(dense).reshape(m, case.kv_heads, width, case.page_size, -1)
-        shuffled = np.empty((m * width, *pages.shape[1:2], *pages.shape[3:]), pages.dtype)
-        shuffled[order] = np.moveaxis(pages, 2, 1)
-        return jnp.asarray(shuffled)
-
-    return PagedCache(
-        pool(k),
-        pool(v),
-        page_table=jnp.asarray(order),
-        free_list=cache.free_list,
-        num_free=jnp.int32(0),
-        holders=jnp.ones_like(cache.holders),
-        **counts,
-    )
-
-
-def decode_arguments(case):
-    arrays = case.arrays(poison=True)
-    cache = cache_of(case, np.asarray(arrays["k"]), np.asarray(arrays["v"]), case.lengths)
-    return decoded(case, arrays, cache)
-
-
 def decoded(case, arrays, cache):
     """The function, and its arguments."""
     arguments = {"q": arrays["q"], "cache": cache} | case.options()
@@ -154,23 +130,27 @@ def decoded(case, arrays, cache):
     return pa.decode_attention_with_lse, arguments
 
 
+def asked(case):
+    """The call over a cache that holds nothing."""
+    return decoded(case, case.arrays(), bench_subjects.empty_cache(case))
+
+
 # The kernel interpreted, which takes seconds a case, has its own file and test_decode.py.
 @pytest.mark.parametrize(
     "subject, case",
-    subjects.pairs(
-        "decode", DECODES, decode_arguments, but=("interpreted",), reference=REFERENCE_DECODES
-    ),
+    subjects.pairs("decode", DECODES, asked, but=("interpreted",), reference=REFERENCE_DECODES),
 )
 def test_decode(subject, case):
-    arrays = case.arrays()
-    held = [jnp.swapaxes(arrays[name], 1, 2) for name in ("k", "v")]
-    check_decode(subject, case, decode_arguments(case), held)
+    check_decode(subject, case)
 
 
-def check_decode(subject, case, call, held):
-    """`call`: a function and its arguments; `held`: the rows of K and of V [M, S, K, H]."""
-    out, lse = subject.call(call[0], **call[1])
+def check_decode(subject, case):
+    """Over a cache filled as by the benchmark, with NaN past the lengths."""
+    arrays = case.arrays(poison=True)
+    function, arguments = decoded(case, arrays, bench_subjects.filled_cache(case, arrays))
+    out, lse = subject.call(function, **arguments)
     arrays = case.arrays()
+    held = bench_subjects.held_rows(case, arrays)
     lengths = np.asarray(case.lengths, np.int32)
     plain = {"q": arrays["q"], "kv_lengths": lengths, "q_offset": lengths - case.q_len}
     plain |= dict(zip(("k", "v"), held, strict=True))
@@ -183,71 +163,12 @@ def check_decode(subject, case, call, held):
     budget.check({"out": out, "lse": lse}, wanted)
 
 
-def drawn_decode_arguments(case):
-    """A cache filled as by the benchmark, with NaN past the lengths."""
-    arrays = case.arrays(poison=True)
-    return decoded(case, arrays, bench_subjects.filled_cache(case, arrays))
-
-
 @pytest.mark.by_xla
 @pytest.mark.parametrize(
     "subject, case",
     subjects.pairs(
-        "decode",
-        DRAWN_DECODES,
-        drawn_decode_arguments,
-        but=("interpreted",),
-        reference=DRAWN_DECODES[:4],
+        "decode", DRAWN_DECODES, asked, but=("interpreted",), reference=DRAWN_DECODES[:4]
     ),
 )
 def test_drawn_decodes(subject, case):
-    held = bench_subjects.held_rows(case, case.arrays())
-    check_decode(subject, case, drawn_decode_arguments(case), held)
-
-
-def append_arguments(case):
-    arrays = case.arrays()
-    rng = np.random.default_rng(1)
-    most = max(case.capacities)
-    capacities = np.resize(case.capacities, case.sequences)
-    k, v = (
-        rng.standard_normal((case.sequences, case.kv_heads, most, dim)).astype(case.dtype)
-        for dim in (case.head_dim, case.v_head_dim)
-    )
-    if case.kind == "per_sequence":
-        cache = PerSequenceCache(
-            tuple(jnp.asarray(x[:, :c]) for x, c in zip(k, capacities, strict=True)),
-            tuple(jnp.asarray(x[:, :c]) for x, c in zip(v, capacities, strict=True)),
-            arrays["lengths"],
-            jnp.zeros_like(arrays["lengths"]),
-        )
-    else:
-        cache = cache_of(case, k, v, case.lengths)
-    arguments = {"cache": cache, "k": arrays["k"], "v": arrays["v"]}
-    if case.new_lengths is not None:
-        arguments["new_lengths"] = arrays["new_lengths"]
-    return pa.append_kv, arguments
-
-
-def dense(cache):
-    """(k, v), each a list of M arrays [K, capacity, H]."""
-    if cache.kind != "paged":
-        return [[np.asarray(x) for x in side] for side in (cache.k, cache.v)]
-    table = np.asarray(cache.page_table)
-    pools = (np.moveaxis(np.asarray(pool), 1, 0) for pool in (cache.k, cache.v))
-    return [[p[:, row].reshape(p.shape[0], -1, p.shape[-1]) for row in table] for p in pools]
-
-
-@pytest.mark.parametrize("subject, case", subjects.pairs("append", APPENDS, append_arguments))
-def test_append(subject, case):
-    function, arguments = append_arguments(case)
-    got = subject.call(function, **arguments)
-    before = dense(arguments["cache"])
-    for side, have, rows in zip(before, dense(got), (arguments["k"], arguments["v"]), strict=True):
-        rows = np.asarray(rows)
-        for m, wanted in enumerate(side):
-            wanted = wanted.copy()
-            count = case.new_rows if case.new_lengths is None else case.new_lengths[m]
-            for i in range(count):
-                wanted[:, case.lengths[m] + i] = rows[m, i]
-            np.testing.assert_array_equal(have[m], wanted)
+    check_decode(subject, case)

@@ -12,8 +12,8 @@ from pallas_attn._autodiff.float8 import quantised, rounded
 from pallas_attn._call import device
 from pallas_attn._call.float8 import blocks_of, cuts
 from pallas_attn._call.problem import rows_of_scale
-from tests.support import budget, messages, subjects
-from tests.support.float8_cases import CASES, case_of, draw
+from tests.support import fuzz, fuzz_float8, messages, subjects
+from tests.support.float8_cases import CASES, draw
 from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 @pytest.mark.parametrize("name", CASES)
 def test_reference_is_the_definition(name):
-    arguments, finite = case_of(name)
-    got = subjects.ROWS[0].call(by_name.flash_attention_with_lse, **arguments)
-    expected = budget.attention(finite)
-    budget.check(dict(zip(("out", "lse"), got, strict=True)), expected)
+    fuzz.prove(fuzz_float8.run, CASES[name], subjects.ROWS[0])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import pallas_attn as pa
 from tests.support import in_numpy, subjects
+from tests.support.fuzz_listed import times_of, written_out
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -33,30 +34,10 @@ def lists(rng, heads=K, n=40):
     return indices.astype(np.int32)
 
 
-def counts(indices, mask, q_offset=0, lengths=None):
-    """float32[B, N, T, S]: how often each query row attends to each key."""
-    times = np.zeros((B, indices.shape[1], T, S), np.float32)
-    for b, h, t in np.ndindex(times.shape[:3]):
-        for at in indices[b, h, t]:
-            if 0 <= at < (S if lengths is None else lengths[b]) and mask.allows(q_offset + t, at):
-                times[b, h, t, at] += 1
-    return np.repeat(times, N // indices.shape[1], axis=1)
-
-
-def dense(q, k, v, times, softcap=None, sinks=None):
-    """Attention by its definition."""
-    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
-    logits = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * DIM**-0.5
-    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    top = jnp.where(times > 0, logits, -jnp.inf).max(-1, keepdims=True)
-    base = jnp.where(top > -jnp.inf, top, 0)
-    p = jnp.exp(logits - base) * times
-    total = p.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = jnp.where(total == 0, 0, total + jnp.exp(sinks[None, :, None, None] - base))
-    out = jnp.einsum("bhts,bshd->bthd", p / jnp.where(total == 0, 1, total), v, precision="highest")
-    lse = top + jnp.log(jnp.where(total == 0, 1, total))
-    return out, lse[..., 0]
+def dense(q, k, v, times, **options):
+    """Attention to all keys, whose scores are larger by the logarithm of how often they count."""
+    options |= written_out(times, N) | {"implementation": "reference", "precision": "highest"}
+    return pa.flash_attention_with_lse(q, k, v, **options)
 
 
 def weighed(call):
@@ -88,21 +69,21 @@ def test_forward_and_gradients(rng, name):
     options = dict(options)
     q, k, v = arrays(rng)
     indices = lists(rng, heads)
-    times = counts(indices, mask, options.get("q_offset", 0), options.get("kv_lengths"))
-    softcap, sinks = options.get("softcap"), [options.pop("sinks")] if "sinks" in options else []
+    times = times_of(indices, S)
+    sinks = [options.pop("sinks")] if "sinks" in options else []
+    options["mask"] = mask
 
     def listed(q, k, v, sinks=None):
-        options["sinks"] = sinks
-        return pa.flash_attention_with_lse(q, k, v, kv_indices=indices, mask=mask, **options)
+        return pa.flash_attention_with_lse(q, k, v, kv_indices=indices, sinks=sinks, **options)
 
-    def written_out(q, k, v, sinks=None):
-        return dense(q, k, v, times, softcap, sinks)
+    def by_all(q, k, v, sinks=None):
+        return dense(q, k, v, times, sinks=sinks, **options)
 
     unread = jnp.asarray(times.reshape(B, -1, S).sum(1) == 0)[..., None, None]
     for call in (lambda f: f, lambda f: jax.grad(weighed(f), range(3 + len(sinks)))):
         hidden = [jnp.where(unread, jnp.nan, x) for x in (k, v)]
         got = in_numpy.call(call(listed), q, *hidden, *sinks)
-        for x, y in zip(got, in_numpy.call(call(written_out), q, k, v, *sinks), strict=True):
+        for x, y in zip(got, in_numpy.call(call(by_all), q, k, v, *sinks), strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
@@ -112,7 +93,7 @@ def test_kernels(rng, subject):
     indices = lists(rng)
     out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, kv_indices=jnp.asarray(indices))
     wide = (x.astype(jnp.float32) for x in (q, k, v))
-    want = in_numpy.call(dense, *wide, counts(indices, pa.FULL))
+    want = in_numpy.call(functools.partial(dense, times=times_of(indices, S)), *wide)
     np.testing.assert_allclose(np.asarray(out, np.float32), want[0], atol=0.02)
     np.testing.assert_allclose(lse, want[1], atol=1e-3)
 
@@ -130,13 +111,13 @@ def test_gradients_by_kernels(rng, subject):
         call = functools.partial(with_sinks, implementation=implementation)
         return jax.grad(weighed(call), range(4))(*x)
 
-    def written_out(*x):
-        times = counts(np.asarray(indices), pa.FULL)
+    def by_all(*x):
+        times = times_of(np.asarray(indices), S)
         call = weighed(lambda q, k, v, sinks: dense(q, k, v, times, sinks=sinks))
         return jax.grad(call, range(4))(*x)
 
     got = subject.call(gradients, q, k, v, SINKS)
-    want = in_numpy.call(written_out, *(x.astype(jnp.float32) for x in (q, k, v)), SINKS)
+    want = in_numpy.call(by_all, *(x.astype(jnp.float32) for x in (q, k, v)), SINKS)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02 * np.abs(y).max())
 
@@ -148,7 +129,7 @@ def test_forward_mode_and_second_derivatives(rng, monkeypatch):
     monkeypatch.setattr(listed, "GATHERED", 40 * DIM * 7)
     primals, along = ([*arrays(rng), SINKS * sign] for sign in (1, -1))
     indices = lists(rng)
-    times = counts(indices, pa.FULL)
+    times = times_of(indices, S)
     calls = (
         lambda *x: pa.flash_attention_with_lse(*x[:3], kv_indices=indices, sinks=x[3]),
         lambda *x: dense(*x[:3], times, sinks=x[3]),

@@ -11,7 +11,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import device, reference
-from tests.support import append_cases, subjects, witness
+from tests.support import append_cases, subjects
+from tests.support.fuzz_caches import Held
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -30,39 +31,6 @@ def same(got, want):
         have, wanted = np.asarray(have), np.asarray(wanted)
         assert have.dtype == wanted.dtype
         np.testing.assert_array_equal(have, wanted)
-
-
-STARTS = {
-    "t1": (1, None, (0, 1, 9, 10, 13, 5, -1)),
-    "t3": (3, None, (0, 1, 7, 8, 10, -1, -(2**31))),
-    "ragged": (3, (0, 1, 2, 3, 3, -5, 2**31 - 1), (0, 1, 8, 9, 2, 4, 7)),
-    "longer_than_the_cache": (12, None, (0, 1, 9, 10, 13, 5, -1)),
-}
-
-
-@each_subject
-@pytest.mark.parametrize("v_dim", [6, None])
-@pytest.mark.parametrize("name", STARTS)
-def test_every_element_of_separate_arrays(rng, subject, name, v_dim):
-    """Capacity 10 and 12 in turn; lengths 0, 1, capacity - 1, capacity, past it, and negative."""
-    count, new_lengths, starts = STARTS[name]
-    lengths = None if new_lengths is None else np.array(new_lengths, np.int32)
-    starts = np.array(starts, np.int32)
-    capacities = [10 + 2 * (m % 2) for m in range(len(starts))]
-    rows, caches = [], []
-    for dim in (4, v_dim):
-        if dim is None:
-            rows, caches = [*rows, None], [*caches, None]
-            continue
-        rows.append(new_rows(rng, len(starts), count, 2, dim))
-        caches.append([np.full((2, c, dim), SENTINEL, np.float32) for c in capacities])
-    got = subject.call(pa.append_kv_arrays, *caches, *rows, starts, new_lengths=lengths)
-    for have, cache, new in zip(got, caches, rows, strict=True):
-        if cache is None:
-            assert have is None
-        else:
-            assert isinstance(have, tuple)
-            same(have, tuple(witness.append(cache, new, starts, lengths)))
 
 
 def test_nothing_is_computed_before_the_launch():
@@ -133,97 +101,37 @@ def create(kind, layers=None, dtype="float32"):
     return type(cache)(**{**vars(cache), "k": k, "v": v})
 
 
-def dense(cache):
-    """(k, v) as NumPy: a list of M arrays [..., K, rows, H], pages in the order of the table."""
-
-    def of_pool(pool):
-        if cache.kind == "per_sequence":
-            return [np.asarray(x) for x in pool]
-        pool = np.asarray(pool)
-        if cache.kind == "stacked":
-            return list(np.moveaxis(pool, -4, 0))
-        rows = []
-        for pages in np.asarray(cache.page_table):
-            held = np.moveaxis(pool[..., pages[pages >= 0], :, :, :], -4, -3)
-            rows.append(held.reshape(*held.shape[:-3], -1, held.shape[-1]))
-        return rows
-
-    return of_pool(cache.k), of_pool(cache.v)
-
-
-def in_columns_of(buffer, rows):
-    """`rows` with as many columns as `buffer`, zeros after their own: made for a GPU, a cache may
-    have more columns than were asked for.
-    """
-    more = buffer.shape[-1] - rows.shape[-1]
-    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, more)])
-
-
-def check_rows(cache, written):
-    """Rows `written[m]` [n, K, ...] (k, v) in front, sentinels everywhere else in the buffers."""
-    total = 0
-    for side, got in enumerate(dense(cache)):
-        for m, rows in enumerate(written):
-            have = got[m]
-            count = min(len(rows[side]), have.shape[1])
-            new = in_columns_of(have, rows[side][:count])
-            np.testing.assert_array_equal(have[:, :count], np.moveaxis(new, 0, 1))
-            total += have[:, :count].size
-    buffers = jax.tree.leaves((cache.k, cache.v))
-    assert sum((np.asarray(x) != SENTINEL).sum() for x in buffers) == total
+def check_append(subject, cache, k, v, lengths=None):
+    """The cache after `append_kv`: every byte of its buffers is as it has to be."""
+    counts = k.shape[1] if lengths is None else lengths
+    wanted = Held.of_cache(cache.extend(jnp.minimum(counts, k.shape[1])))
+    wanted.write((k, v))
+    got = subject.call(pa.append_kv, cache, k, v, new_lengths=lengths)
+    append_cases.assert_same_bytes({"k": got.k, "v": got.v}, wanted.arrays)
+    return got
 
 
 @pytest.mark.by_xla
 @each_subject
 @every_kind
 def test_append_kv_fills_every_kind(rng, subject, kind):
-    """Three appends, ragged ones among them, until one sequence overflows."""
-    cache, written = create(kind), [[[], []] for _ in range(3)]
+    """Appends, ragged ones among them, until one sequence overflows."""
+    cache = create(kind)
     for t, counts in ((1, None), (4, (4, 0, 2)), (3, None), (2, (2, 9, -1))):
-        k, v = new_rows(rng, 3, t, 2, 4), new_rows(rng, 3, t, 2, 6)
-        taken = np.clip(t if counts is None else counts, 0, t) * np.ones(3, int)
         lengths = None if counts is None else np.array(counts, np.int32)
-        cache = subject.call(pa.append_kv, cache, k, v, new_lengths=lengths)
-        np.testing.assert_array_equal(cache.new_lengths, taken)
-        for m in range(3):
-            written[m][0] += list(k[m, : taken[m]])
-            written[m][1] += list(v[m, : taken[m]])
+        rows = new_rows(rng, 3, t, 2, 4), new_rows(rng, 3, t, 2, 6)
+        cache = check_append(subject, cache, *rows, lengths)
+        taken = np.clip(t if counts is None else counts, 0, t)
+        np.testing.assert_array_equal(cache.new_lengths, np.broadcast_to(taken, 3))
     np.testing.assert_array_equal(cache.lengths, [10, 6, 6])
     np.testing.assert_array_equal(cache.overflowed, [True, False, False])
-    check_rows(cache, [[np.array(side) for side in rows] for rows in written])
-
-
-@each_subject
-@every_kind
-@pytest.mark.parametrize("traced", [False, True])
-def test_write_kv_into_layers(rng, subject, kind, traced):
-    """One extend, then each layer's rows: its own layer and nothing else."""
-    cache = create(kind, layers=3).extend(jnp.asarray([2, 0, 1], jnp.int32))
-    k, v = new_rows(rng, 3, 3, 2, 2, 4), new_rows(rng, 3, 3, 2, 2, 6)
-    for layer in (2, 0):
-        index = jnp.int32(layer) if traced else layer
-        cache = subject.call(pa.write_kv, cache, k[layer], v[layer], layer=index)
-    for side, new in enumerate((k, v)):
-        for m, rows in enumerate(dense(cache)[side]):
-            count = [2, 0, 1][m]
-            wanted = np.full_like(rows, SENTINEL)
-            for layer in (2, 0):
-                taken = in_columns_of(rows, new[layer, m, :count])
-                wanted[layer, :, :count] = np.moveaxis(taken, 0, 1)
-            np.testing.assert_array_equal(rows, wanted)
-    if traced:
-        before = cache
-        for layer in (3, -1, 2**31 - 1):
-            cache = subject.call(pa.write_kv, cache, k[0], v[0], layer=jnp.int32(layer))
-        same(cache, before)
 
 
 @each_subject
 @every_kind
 def test_rows_are_cast_to_the_caches_dtype(rng, subject, kind):
-    k, v = new_rows(rng, 3, 1, 2, 4) * 100, new_rows(rng, 3, 1, 2, 6)
-    cache = subject.call(pa.append_kv, create(kind, dtype="float16"), k, v)
-    check_rows(cache, [[k[m].astype(np.float16), v[m].astype(np.float16)] for m in range(3)])
+    rows = new_rows(rng, 3, 1, 2, 4) * 100, new_rows(rng, 3, 1, 2, 6)
+    check_append(subject, create(kind, dtype="float16"), *rows)
 
 
 @every_kind

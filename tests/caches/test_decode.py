@@ -4,8 +4,6 @@ Kernels in the interpreter have the same options and lengths in
 tests/kernels/decode/test_decode_kernel.py and test_cases.py, so most tests here leave them out.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +17,8 @@ from pallas_attn import (
     PagedCache,
     PerSequenceCache,
     StackedCache,
-    sliding_window,
 )
-from tests.support import budget, hard_data, subjects
+from tests.support import budget, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -52,37 +49,13 @@ def empty(kind, sequences, dtype, layers=None):
     return PagedCache.create(sequences, pages, PAGE, capacity=CAPACITY, **sizes)
 
 
-def holding(rng, kind, k, v, lengths, *, layers=None, layer=None, fill=0.0):
-    """A cache whose sequence m holds the first lengths[m] rows of k, v [M, S, K, H], and `fill`
-    wherever nothing was written; in layer `layer`, with noise in the others.
+def holding(kind, k, v, lengths, *, layers=None):
+    """A cache whose sequence m holds the first lengths[m] rows of k, v [M, S, K, H], in the last
+    layer if there are some.
     """
-    cache = empty(kind, len(lengths), k.dtype, layers)
-    wanted = np.minimum(lengths, CAPACITY)
-    changes = {"lengths": jnp.asarray(lengths, jnp.int32)}
-    changes["new_lengths"] = jnp.zeros(len(lengths), jnp.int32)
-    if kind == "paged":
-        order = rng.permutation(cache.pages).reshape(len(lengths), -1).astype(np.int32)
-        needed = np.arange(order.shape[1])[None] * PAGE < wanted[:, None]
-        changes["page_table"] = jnp.asarray(np.where(needed, order, -1))
-    for name, new in (("k", np.asarray(k)), ("v", np.asarray(v))):
-        buffers = [np.array(x) for x in jax.tree.leaves(getattr(cache, name))]
-        for x in buffers:
-            x[...] = fill
-        lead = () if layers is None else (layer,)
-        for m, i in ((m, i) for m, length in enumerate(wanted) for i in range(length)):
-            if kind == "per_sequence":
-                buffers[m][(*lead, slice(None), i)] = new[m, i]
-            elif kind == "stacked":
-                buffers[0][(*lead, m, slice(None), i)] = new[m, i]
-            else:
-                buffers[0][(*lead, order[m, i // PAGE], slice(None), i % PAGE)] = new[m, i]
-        if layers is not None:
-            for x in buffers:
-                others = [i for i in range(layers) if i != layer]
-                x[others] = rng.standard_normal((len(others), *x.shape[1:]))
-        arrays = tuple(jnp.asarray(x) for x in buffers)
-        changes[name] = arrays if kind == "per_sequence" else arrays[0]
-    return dataclasses.replace(cache, **changes)
+    cache = empty(kind, len(lengths), k.dtype, layers).extend(jnp.asarray(lengths, jnp.int32))
+    layer = {} if layers is None else {"layer": layers - 1}
+    return pa.write_kv(cache, k, v, **layer, implementation="reference")
 
 
 def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):
@@ -91,72 +64,6 @@ def expected(q, k, v, lengths, mask=CAUSAL, *, tensor_cores=False, **options):
     arguments = {"q": q, "k": k, "v": v, "kv_lengths": lengths, "mask": mask}
     arguments |= {"q_offset": lengths - q.shape[1]} | options
     return budget.attention(arguments, tensor_cores=tensor_cores)
-
-
-OPTIONS = {
-    "plain": {},
-    "window": {"mask": sliding_window(5)},
-    "band": {"mask": Mask(7, -1)},
-    "softcap_scale": {"softcap": 3.0, "scale": 0.3},
-    "scale_negative": {"scale": -0.1},
-    "scale_tiny": {"scale": 1e-45, "mask": sliding_window(3)},  # 0 to a GPU: not to meet -inf
-    "sinks": {"sinks": hard_data.sinks_without_end(np.linspace(-1, 2, 4, dtype=np.float32))},
-}
-LENGTHS = (0, 1, 3, 4, 5, CAPACITY - 1, CAPACITY)
-
-
-# Arguments after the rows are the same for every kind, but for a mask: its rows begin elsewhere.
-@each_subject
-@pytest.mark.parametrize(
-    "kind, name",
-    [
-        (kind, name)
-        for kind in KINDS
-        for name in OPTIONS
-        if kind == "paged" or name in ("plain", "window", "band")
-    ],
-)
-@pytest.mark.parametrize("count", [1, 4])
-def test_lengths_and_options(rng, subject, kind, name, count):
-    """Lengths around a page's edge, 0 and the capacity; row i of t stands at length - t + i."""
-    if name == "band" and count == 1:
-        count = 2
-    _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
-    q = rows(rng, len(LENGTHS), count, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
-    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **OPTIONS[name])
-    assert out.dtype == q.dtype and lse.dtype == jnp.float32
-    options = OPTIONS[name] | {"tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **options))
-    assert not np.asarray(out[0]).any() and (np.asarray(lse[0]) == -np.inf).all()
-
-
-@each_subject
-@every_kind
-@pytest.mark.parametrize("name", ["plain", "window"])
-def test_token_by_token_and_in_chunks(rng, subject, kind, name):
-    """Append and decode, 1 to 5 tokens at a time: flash_attention of the concatenation."""
-    q, k, v = rows(rng, 2, 16, subject.dtype)
-    options = OPTIONS[name]
-    mask = options.get("mask", CAUSAL)
-    arguments = {"q": q, "k": k, "v": v, "mask": mask}
-    wanted = budget.attention(arguments, tensor_cores=subject.tensor_cores)
-
-    def step(cache, q, k, v, *, implementation):
-        cache = pa.append_kv(cache, k, v, implementation=implementation)
-        return cache, pa.decode_attention_with_lse(
-            q, cache, implementation=implementation, **options
-        )
-
-    cache, outs, lses = empty(kind, 2, subject.dtype), [], []
-    at = 0
-    for count in (1, 1, 1, 5, 1, 5, 1, 1):
-        here = slice(at, at + count)
-        cache, (out, lse) = subject.call(step, cache, q[:, here], k[:, here], v[:, here])
-        outs, lses, at = [*outs, out], [*lses, lse], at + count
-    got = {"out": np.concatenate(outs, 1), "lse": np.concatenate(lses, 2)}
-    budget.check(got, wanted)
-    np.testing.assert_array_equal(cache.lengths, [16, 16])
 
 
 @each_subject_interpreted_too
@@ -190,9 +97,9 @@ def test_layers(rng, subject, kind, traced):
     lengths = (0, 9, CAPACITY)
     _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
     q = rows(rng, 3, 1, subject.dtype)[0]
-    alone = holding(np.random.default_rng(1), kind, k, v, lengths)
+    alone = holding(kind, k, v, lengths)
     wanted = subject.call(pa.decode_attention_with_lse, q, alone)
-    deep = holding(np.random.default_rng(1), kind, k, v, lengths, layers=3, layer=2, fill=np.nan)
+    deep = holding(kind, k, v, lengths, layers=3)
     layer = jnp.int32(2) if traced else 2
     got = subject.call(pa.decode_attention_with_lse, q, deep, layer=layer)
     for have, want in zip(got, wanted, strict=True):
@@ -205,7 +112,7 @@ def test_layers(rng, subject, kind, traced):
 )
 def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind, layer):
     q, k, v = rows(rng, 2, CAPACITY, subject.dtype)
-    deep = holding(rng, kind, k, v, (3, CAPACITY), layers=2, layer=1)
+    deep = holding(kind, k, v, (3, CAPACITY), layers=2)
     out, lse = subject.call(
         pa.decode_attention_with_lse, q[:, :1], deep, layer=jnp.asarray(layer, jnp.int32)
     )
@@ -218,7 +125,7 @@ def test_a_traced_layer_that_is_none_of_the_caches_gives_nan(rng, subject, kind,
 def test_one_token_may_leave_its_axis_out(rng, subject, kind):
     _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
     q = rows(rng, 3, 1, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, (1, 8, 20))
+    cache = holding(kind, k, v, (1, 8, 20))
     long = subject.call(pa.decode_attention_with_lse, q, cache)
     short = subject.call(pa.decode_attention_with_lse, q[:, 0], cache)
     np.testing.assert_array_equal(short[0], long[0][:, 0])
@@ -236,7 +143,7 @@ def test_batch_invariant(rng, subject, kind):
         subject.call(
             pa.decode_attention_with_lse,
             q,
-            holding(np.random.default_rng(1), kind, k, v, (other, 11, other)),
+            holding(kind, k, v, (other, 11, other)),
             batch_invariant=True,
         )
         for other in (1, CAPACITY)
@@ -249,7 +156,7 @@ def test_batch_invariant(rng, subject, kind):
 def test_a_mask_that_looks_ahead_sees_the_whole_chunk(rng, mask):
     _, k, v = rows(rng, 2, CAPACITY, "float32")
     q = rows(rng, 2, 3, "float32")[0]
-    cache = holding(rng, "stacked", k, v, (3, 17))
+    cache = holding("stacked", k, v, (3, 17))
     got = pa.decode_attention(q, cache, mask=mask)
     budget.check({"out": got}, expected(q, k, v, (3, 17), mask))
 
@@ -258,7 +165,7 @@ def test_a_mask_that_looks_ahead_sees_the_whole_chunk(rng, mask):
 def test_the_cache_may_have_a_dtype_of_its_own(rng, q_dtype):
     _, k, v = rows(rng, 2, CAPACITY, "float16")
     q = rows(rng, 2, 1, q_dtype)[0]
-    out = pa.decode_attention(q, holding(rng, "stacked", k, v, (5, 20)))
+    out = pa.decode_attention(q, holding("stacked", k, v, (5, 20)))
     assert out.dtype == q_dtype
     wide = (x.astype("float32") for x in (q, k, v))
     wanted = expected(*wide, (5, 20)).oracle["out"]

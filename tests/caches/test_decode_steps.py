@@ -1,5 +1,5 @@
 """Generation, many steps of it: decoding is attention over the concatenation, step after step, in a
-loop inside one jit; pages in any order and shared; quantised caches too.
+loop inside one jit; pages in any order; quantised caches too.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, sliding_window
-from tests.caches.test_quantized import quantized
 from tests.support import budget, subjects
+from tests.support.quantized import quantized
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -166,68 +166,3 @@ def _poisoned(x):
 def _bits(x):
     x = np.ascontiguousarray(x)
     return x.view(f"u{x.dtype.itemsize}")
-
-
-# ---- pages ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Six sequences that hold the same first pages, and go on in pages of their own."""
-
-    page: int
-    cache_dtype: str | None = None
-
-    @property
-    def name(self):
-        return f"page{self.page}" + (f"-{self.cache_dtype}" if self.cache_dtype else "")
-
-    def cache(self, dtype):
-        sizes = {"kv_heads": HEADS, "head_dim": DIM, "dtype": self.cache_dtype or dtype}
-        return PagedCache.create(6, 1600 // self.page, self.page, capacity=256, **sizes)
-
-    def call(self):
-        q = jnp.zeros((6, 1, HEADS * GROUP, DIM), "bfloat16")
-        return pa.decode_attention, {"q": q, "cache": self.cache("bfloat16")}
-
-
-SHARED = [Shared(page) for page in (8, 16, 24, 64, 128)] + [Shared(16, x) for x in NARROW]
-
-
-@pytest.mark.parametrize(
-    "subject, case",
-    subjects.pairs(
-        "decode",
-        SHARED,
-        Shared.call,
-        but=("kernels_float32",),
-        interpreted=[Shared(24), Shared(16, "int8")],
-        reference=[Shared(24), Shared(16, "int8")],
-    ),
-)
-def test_shared_pages_are_the_same_rows(rng, subject, case):
-    """A fork goes on by itself: as a cache that shares nothing, to the rounding of the result."""
-    k, v = (jnp.asarray(rng.standard_normal((6, 250, HEADS, DIM)), subject.dtype) for _ in "kv")
-    common = 150
-    k, v = (jnp.concatenate([x[:1, :common].repeat(6, 0), x[:, common:]], axis=1) for x in (k, v))
-    cache = case.cache(subject.dtype)
-    order = rng.permutation(cache.pages).astype(np.int32)
-    cache = dataclasses.replace(cache, free_list=jnp.asarray(order))
-    first = jnp.asarray([common, 0, 0, 0, 0, 0], jnp.int32)
-    cache = pa.append_kv(cache, k[:, :common], v[:, :common], new_lengths=first)
-    for target in range(1, 6):
-        cache = cache.fork(0, target)
-    counts = jnp.asarray([100, 0, 1, 50, 99, 33], jnp.int32)
-    cache = pa.append_kv(cache, k[:, common:], v[:, common:], new_lengths=counts)
-    assert not np.asarray(cache.overflowed).any()
-    held = np.asarray(cache.page_table)[:, : common // case.page]
-    assert (held == held[0]).all()
-    alone = StackedCache.create(6, 256, HEADS, DIM, dtype=case.cache_dtype or subject.dtype)
-    alone = pa.append_kv(alone, k, v, new_lengths=common + counts)
-    q = jnp.asarray(rng.standard_normal((6, 2, HEADS * GROUP, DIM)), subject.dtype)
-    run = pa.decode_attention_with_lse
-    got, wanted = (subject.call(run, q, each, batch_invariant=True) for each in (cache, alone))
-    for have, want in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(have, np.float32), np.asarray(want, np.float32), rtol=2e-2, atol=1e-5
-        )

@@ -14,7 +14,8 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import device
 from pallas_attn.kernels.append import keep as append_keep
-from tests.support import append_cases, builds, mosaic, subjects
+from tests.support import append_cases, builds, fuzz, mosaic, subjects
+from tests.support.fuzz_caches import Held
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -49,38 +50,12 @@ def with_bits(rng, cache):
 
 
 def expected(cache, counts, path) -> Any:
-    """`cache.keep`, a row at a time; of sequences that share no page."""
-    before = jax.tree.map(np.array, cache)
-    lengths, new = before.lengths.astype(np.int64), before.new_lengths
-    after = {name: getattr(before, name) for name in SIDES}
-    for m in range(len(lengths)):
-        if new[m] <= 0 or lengths[m] < new[m] or np.asarray(cache.overflowed)[m]:
-            continue
-        begin = lengths[m] - new[m]
-        count = int(np.clip(counts[m], 0, new[m]))
-        rows = [begin + int(np.clip(x, 0, new[m] - 1)) for x in path[m, :count]]
-        for name, buffer in after.items():
-            if buffer is None:
-                continue
-            heads = -2 if name.endswith("scale") else -3  # the axis
-            held = [place(before, buffer, m, row, heads).copy() for row in rows]
-            for j, row in enumerate(held):
-                place(before, buffer, m, begin + j, heads)[...] = row
-        before.lengths[m] = begin + count
-        new[m] = count
-    return dataclasses.replace(before, **after)
-
-
-def place(cache, buffer, m, position, heads):
-    """A view of a row of a sequence, of all layers and heads."""
-    if cache.kind == "per_sequence":
-        return np.moveaxis(buffer[m], heads + 1, 0)[position]
-    slab, row = m, position
-    if cache.kind == "paged":
-        entry, row = divmod(position, buffer.shape[heads + 1])
-        slab = cache.page_table[m, entry]
-    of_slab = np.moveaxis(buffer, heads - 1, 0)[slab]
-    return np.moveaxis(of_slab, heads + 1, 0)[row]
+    """`cache.keep` by the model of the fuzzer, a row at a time."""
+    held = Held.of_cache(cache)
+    held.keep(counts, path, None if held.table is None else np.asarray(cache.holders))
+    separate = cache.kind == "per_sequence"
+    buffers = {name: tuple(x) if separate else x[0] for name, x in held.arrays.items()}
+    return dataclasses.replace(cache, lengths=held.lengths, new_lengths=held.new_lengths, **buffers)
 
 
 OPTIONS = {
@@ -109,6 +84,11 @@ def drafts(rng, kind, **options):
 
 
 CASES = [(kind, name) for kind in KINDS for name in OPTIONS]
+SMALL = {"kind": "paged", "page_size": 4, "capacity": 40, "lengths": (5, 0, 9, 2), "q_len": 6}
+SMALL |= {"q_heads": 1, "kv_heads": 1, "head_dim": 8, "v_head_dim": 8, "dtype": "float32"}
+SMALL |= dict.fromkeys(("layers", "listed", "added", "prefix", "drafts_most", "cache_dtype"))
+SMALL |= dict.fromkeys(("tree", "packed", "shared_kv", "byte_rows", "batch_invariant"), False)
+SMALL |= {"shared": 0, "pool": 1.0, "keeps": 5, "rounds": 12}
 FEW = CASES[2::5] + [(kind, "layers") for kind in KINDS] + [("paged", "float8_e4m3fn")]
 
 
@@ -182,72 +162,11 @@ def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
     np.testing.assert_array_equal(first, other)
 
 
-class Model:
-    """The rows of four sequences: a number for each row, in the order in which they came."""
-
-    def __init__(self, rng):
-        self.rng, self.cache = rng, PagedCache.create(4, 40, 4, 1, 2, capacity=40, dtype="float32")
-        self.held: list[list[int]] = [[] for _ in range(4)]
-        self.newest, self.rows = [0] * 4, 0
-        names = ("extend", "fork", "free")
-        self.jitted = {name: jax.jit(getattr(PagedCache, name)) for name in names}
-        self.write, self.keep_rows = jax.jit(pa.write_kv), jax.jit(keep)
-
-    def extend(self):
-        new = np.arange(self.rows, self.rows + 24, dtype=np.float32).reshape(4, 6)
-        self.rows += 24
-        self.newest = [
-            min(n, 38 - len(x)) for n, x in zip(self._some(0, 7), self.held, strict=True)
-        ]
-        for m, n in enumerate(self.newest):
-            self.held[m] += new[m, :n].astype(int).tolist()
-        cache = self.jitted["extend"](self.cache, np.array(self.newest, np.int32))
-        k = np.broadcast_to(new[..., None, None], (4, 6, 1, 2))
-        self.cache = self.write(cache, k, -k)
-
-    def keep(self):
-        path, counts = self.rng.integers(-1, 7, (4, 5), np.int32), self._some(-1, 7)
-        self.cache = self.keep_rows(self.cache, np.array(counts, np.int32), path)
-        for m, n in enumerate(self.newest):
-            self.newest[m] = int(np.clip(counts[m], 0, n))
-            first = len(self.held[m]) - n
-            drafts = [self.held[m][first + min(max(i, 0), n - 1)] for i in path[m, :n]]
-            drafts += self.held[m][first + 5 :]
-            self.held[m] = self.held[m][:first] + drafts[: self.newest[m]]
-
-    def fork(self):
-        source, target = self.rng.permutation(4)[:2].tolist()
-        length = int(self.rng.integers(0, len(self.held[source]) + 1))
-        self.cache = self.jitted["fork"](self.cache, source, target, length)
-        self.held[target] = self.held[source][:length]
-
-    def free(self):
-        gone = int(self.rng.integers(4))
-        self.cache = self.jitted["free"](self.cache, gone)
-        self.held[gone] = []
-
-    def _some(self, low, high):
-        return [int(x) for x in self.rng.integers(low, high, 4)]
-
-    def check(self):
-        cache = jax.tree.map(np.asarray, self.cache)
-        assert not np.asarray(self.cache.overflowed).any()
-        np.testing.assert_array_equal(cache.lengths, [len(rows) for rows in self.held])
-        for m, rows in enumerate(self.held):
-            for side, sign in ((cache.k, 1), (cache.v, -1)):
-                have = side[cache.page_table[m], 0, :, 0].reshape(-1)[: len(rows)]
-                np.testing.assert_array_equal(sign * have, rows)
-        holders = np.bincount(cache.page_table[cache.page_table >= 0], minlength=40)
-        np.testing.assert_array_equal(cache.holders, holders)
-        assert cache.num_free == (holders == 0).sum()
-
-
-def test_the_model_of_a_cache(rng):
-    """Random appends, keeps, forks and frees."""
-    model = Model(rng)
-    for step in range(60):
-        getattr(model, ("extend", "keep", "keep", "fork", "free")[step % 5])()
-        model.check()
+@pytest.mark.parametrize("seed", range(2))
+def test_random_programs(seed):
+    """Appends, keeps, forks and frees, of a cache whose pages some sequences share."""
+    word = f"cache/cpu:{seed}:" + ",".join(f"{name}={x!r}" for name, x in SMALL.items())
+    assert fuzz.attempt(word, fuzz.Tally()) is None
 
 
 each_subject = pytest.mark.parametrize("subject", subjects.rows("keep"))

@@ -15,8 +15,8 @@ import pallas_attn as pa
 from pallas_attn import prefixes
 from pallas_attn._cache import attend
 from pallas_attn.kernels.prefill import sm90 as kernel
-from tests.caches.test_quantized import quantized
 from tests.support import budget, hard_data, mosaic, subjects
+from tests.support.quantized import quantized
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

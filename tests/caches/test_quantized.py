@@ -1,8 +1,5 @@
-"""Quantised caches, and those that keep V within K: what is stored, bit for bit; what is read,
-against float64.
-
-What is expected of a row is said here a second time, in NumPy's own float32 and in ml_dtypes'
-conversions.
+"""Quantised caches, and those that keep V within K: what is stored, bit for bit; what is never lost
+where it is read. tests/api/test_cases.py compares what is read with float64.
 """
 
 import dataclasses
@@ -13,49 +10,20 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, sliding_window
+from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import reference
-from tests.support import append_cases, budget, messages, subjects
+from tests.support import append_cases, messages, subjects
+from tests.support.fuzz_caches import Held
+from tests.support.quantized import LARGEST, awkward_rows, quantized
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 KINDS = ("per_sequence", "stacked", "paged")
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize("dtype", LARGEST)
 
 
-def quantized(rows, dtype):
-    """(numbers, scales) of rows [..., H]."""
-    x = np.asarray(rows).astype(np.float32)
-    finite = np.isfinite(x).all(axis=-1)
-    x = np.where(finite[..., None], x, np.float32(0))
-    scale = np.abs(x).max(axis=-1) * (np.float32(1) / np.float32(LARGEST[dtype]))
-    scale = np.maximum(scale, np.float32(2.0**-100))
-    numbers = x * (np.float32(1) / scale)[..., None]
-    assert numbers.dtype == scale.dtype == np.float32
-    numbers = np.rint(numbers) if dtype == "int8" else numbers
-    return numbers.astype(jnp.dtype(dtype)), np.where(finite, scale, np.float32(np.nan))
-
-
 # ---- a row ---------------------------------------------------------------------------------------
-
-
-def awkward_rows(rng):
-    """Rows of every magnitude that float32 has, of zeros, with NaN, with infinities."""
-    bits = rng.integers(0, 2**32, (500, 32), np.uint64).astype(np.uint32).view(np.float32)
-    wide = rng.standard_normal((2000, 32)) * 2.0 ** rng.integers(-145, 125, (2000, 1))
-    rows = np.concatenate([bits, wide.astype(np.float32), np.zeros((1, 32), np.float32)])
-    rows[3, 5], rows[4, 0], rows[5, 31] = np.nan, np.inf, -np.inf
-    # Halfway between two numbers of each dtype, and a little to each side.
-    ties = np.concatenate([np.arange(1, 250) + 0.5, (np.arange(8, 16) + 0.5) / 16])
-    ties = np.resize(
-        np.concatenate([ties, np.nextafter(ties, 0), np.nextafter(ties, 999)]), (40, 31)
-    )
-    for largest in LARGEST.values():
-        tied = np.concatenate([np.full((40, 1), largest), ties], axis=1).astype(np.float32)
-        rows = np.concatenate([rows, tied, -tied])
-    return rows
 
 
 @pytest.mark.by_xla
@@ -135,28 +103,6 @@ def new_rows(rng, t, dims=(24, 16), dtype="float32"):
     return [jnp.asarray(x.astype(jnp.dtype(dtype))) for x in rows]
 
 
-def stored(cache, new):
-    """The numbers and scales that each buffer takes for new rows k and v."""
-    if not cache.quantized:
-        return {side: np.asarray(rows) for side, rows in new.items()}
-    pairs = {side: quantized(rows, str(cache.dtype)) for side, rows in new.items()}
-    return {side: numbers for side, (numbers, _) in pairs.items()} | {
-        f"{side}_scale": scales for side, (_, scales) in pairs.items()
-    }
-
-
-def place(cache, m, position):
-    """(array, index in it) of a row of a sequence, without layers; None where it has no place."""
-    if position >= cache.capacities[m]:
-        return None
-    if cache.kind == "per_sequence":
-        return m, (slice(None), position)
-    if cache.kind == "stacked":
-        return 0, (m, slice(None), position)
-    page = int(cache.page_table[m, position // cache.page_size])
-    return (0, (page, slice(None), position % cache.page_size)) if page >= 0 else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Append:
     kind: str
@@ -183,7 +129,7 @@ class Append:
 
 
 APPENDS = [
-    *(Append(kind, dtype) for kind in KINDS for dtype in LARGEST),
+    *(Append(kind, dtype) for kind in KINDS for dtype in (*LARGEST, "bfloat16")),
     *(
         Append(kind, "float8_e4m3fn", rows_dtype=x)
         for kind in KINDS
@@ -212,29 +158,15 @@ def test_every_byte_of_every_buffer(rng, subject, case):
     else was.
     """
     cache = marked(case.cache(), rng)
-    wanted = {
-        name: [np.array(x) for x in jax.tree.leaves(array)]
-        for name, array in buffers(cache).items()
-    }
-    layer = {} if case.layers is None else {"layer": jnp.int32(1)}
-    lead = () if case.layers is None else (1,)
+    layer = None if case.layers is None else 1
+    at = {} if layer is None else {"layer": jnp.int32(layer)}
     for t, counts in ((1, (1, 1, 1)), (7, (5, 0, 3)), (7, (7, 1, 6)), (7, (4, 2, 2))):
-        starts = np.asarray(cache.lengths)
         cache = cache.extend(jnp.asarray(counts, jnp.int32))
-        new = case.arguments(rng, t)
-        places = [
-            (m, i, *at)
-            for m, i in np.ndindex(3, t)
-            if i < counts[m] and (at := place(cache, m, int(starts[m]) + i))
-        ]
-        for name, rows in stored(cache, new).items():
-            for m, i, array, where in places:
-                into = wanted[name][array][(*lead, *where)]
-                into[...] = 0  # the columns that pad a head on a GPU
-                into[tuple(map(slice, rows[m, i].shape))] = rows[m, i]
-        cache = subject.call(pa.write_kv, cache, **new, **layer)
+        new, wanted = case.arguments(rng, t), Held.of_cache(cache)
+        wanted.write(tuple(map(np.asarray, new.values())), layer)
+        cache = subject.call(pa.write_kv, cache, **new, **at)
+        append_cases.assert_same_bytes(buffers(cache), wanted.arrays)
     assert np.asarray(cache.overflowed)[0]
-    append_cases.assert_same_bytes(buffers(cache), wanted)
 
 
 @every_kind
@@ -330,133 +262,6 @@ def test_donated_scales_are_updated_in_place(rng, kind):
 
 
 # ---- decode --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Decode:
-    """Lengths about the edges of a page and of a tile; the rest past them is poison."""
-
-    kind: str
-    dtype: str = "float8_e4m3fn"
-    shared: bool = False
-    dims: tuple[int, int] = (64, 64)
-    heads: tuple[int, int] = (8, 2)
-    t: int = 1
-    window: int | None = None
-    q_dtype: str = "bfloat16"
-    layers: int | None = None
-    page: int = 16
-    lengths: tuple[int, ...] = (0, 1, 15, 16, 17, 63, 64, 65, 100, 128)
-
-    @property
-    def name(self):
-        default = {f.name: f.default for f in dataclasses.fields(self)}
-        facts = {n: x for n, x in dataclasses.asdict(self).items() if x != default[n]}
-        return "-".join(str(x) if n == "kind" else f"{n}{x}" for n, x in facts.items())
-
-    def cache(self):
-        m, (_, heads), (dim, v_dim) = len(self.lengths), self.heads, self.dims
-        options = {"v_head_dim": v_dim, "shared_kv": self.shared, "layers": self.layers}
-        options["dtype"] = self.dtype
-        if self.kind == "per_sequence":
-            return PerSequenceCache.create(
-                [128 + 8 * (i % 3) for i in range(m)], heads, dim, **options
-            )
-        if self.kind == "stacked":
-            return StackedCache.create(m, 128, heads, dim, **options)
-        return PagedCache.create(
-            m, m * 128 // self.page, self.page, heads, dim, capacity=128, **options
-        )
-
-    def filled(self, rng):
-        """(cache, k, v): what it holds as [M, S, K, H] in float64; NaN wherever nothing was
-        written, pages in any order.
-        """
-        cache, lengths = self.cache(), np.array(self.lengths, np.int32)
-        # Every bit set is NaN in all the float types here; int8 has its NaN in the scale.
-        poison = {
-            name: jax.tree.map(
-                lambda x: jnp.asarray(
-                    np.full(x.nbytes, 255, np.uint8).view(x.dtype).reshape(x.shape)
-                ),
-                array,
-            )
-            for name, array in buffers(cache).items()
-        }
-        cache = dataclasses.replace(cache, **poison)
-        if self.kind == "paged":
-            order = rng.permutation(cache.pages).astype(np.int32)
-            cache = dataclasses.replace(cache, free_list=jnp.asarray(order))
-        m, (_, heads), dims = len(lengths), self.heads, self.dims
-        sides = dims[: 1 if self.shared else 2]
-        rows = [rng.standard_normal((m, 128, heads, dim)).astype(np.float32) for dim in sides]
-        cache = cache.extend(jnp.asarray(lengths))
-        cache = pa.write_kv(cache, *rows, layer=0 if self.layers is None else 1)
-        live = (np.arange(128) < lengths[:, None])[..., None, None]
-        if cache.quantized:
-            pairs = [quantized(x, self.dtype) for x in rows]
-            rows = [np.float64(1) * n.astype(np.float32) * s[..., None] for n, s in pairs]
-        else:
-            rows = [x.astype(self.dtype).astype(np.float64) for x in rows]
-        rows = [np.where(live, x, 0) for x in rows]
-        return cache, rows[0], rows[0][..., : dims[1]] if self.shared else rows[1]
-
-    def options(self):
-        layer = {} if self.layers is None else {"layer": jnp.int32(1)}
-        return {"mask": CAUSAL if self.window is None else sliding_window(self.window), **layer}
-
-    def call(self):
-        q = jnp.zeros((len(self.lengths), self.t, self.heads[0], self.dims[0]), self.q_dtype)
-        return pa.decode_attention_with_lse, {"q": q, "cache": self.cache(), **self.options()}
-
-
-DECODES = [
-    *(Decode(kind, dtype) for kind in KINDS for dtype in LARGEST),
-    *(Decode(kind, t=4, window=20, layers=2) for kind in KINDS),
-    *(Decode(kind, dims=(128, 128), heads=(7, 1), q_dtype="float16") for kind in KINDS),
-    *(Decode(kind, "int8", heads=(4, 4), q_dtype="float32") for kind in KINDS),
-    *(Decode(kind, "bfloat16", shared=True, dims=(576, 512), heads=(16, 1)) for kind in KINDS),
-    *(Decode(kind, shared=True, dims=(576, 512), heads=(16, 1)) for kind in KINDS),
-    Decode("paged", page=64),
-]
-
-
-INTERPRETED = [
-    *(Decode(kind, dtype) for kind, dtype in zip(KINDS, LARGEST, strict=True)),
-    Decode("per_sequence", t=4, window=20, layers=2),
-    Decode("paged", page=64),
-]
-
-
-# The reference reads every cache as the same rows.
-FOR_REFERENCE = [
-    *INTERPRETED,
-    Decode("stacked", dims=(128, 128), heads=(7, 1), q_dtype="float16"),
-    Decode("per_sequence", "int8", heads=(4, 4), q_dtype="float32"),
-    Decode("paged", "bfloat16", shared=True, dims=(576, 512), heads=(16, 1)),
-    Decode("stacked", shared=True, dims=(576, 512), heads=(16, 1)),
-]
-
-
-@pytest.mark.parametrize(
-    "subject, case",
-    subjects.pairs(
-        "decode", DECODES, Decode.call, interpreted=INTERPRETED, reference=FOR_REFERENCE
-    ),
-)
-def test_decode_against_float64(rng, subject, case):
-    """The oracle multiplies numbers by scales in float64. A kernel may round a row to q's dtype, as
-    if the cache had held it in that dtype; and no more.
-    """
-    cache, k, v = case.filled(rng)
-    q = rng.standard_normal((len(case.lengths), case.t, case.heads[0], case.dims[0]))
-    q = jnp.asarray(q.astype(jnp.dtype(case.q_dtype)))
-    lengths = np.array(case.lengths, np.int32)
-    mask = case.options()["mask"]
-    arguments = {"k": k, "v": v, "mask": mask, "kv_lengths": lengths, "q_offset": lengths - case.t}
-    expected = budget.over_quantized({"q": q, **arguments})
-    out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **case.options())
-    budget.check({"out": out, "lse": lse}, expected)
 
 
 @pytest.mark.parametrize("subject", subjects.rows("decode", but=("portable_kernels",)))

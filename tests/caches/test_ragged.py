@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as of_tpu
 
 import pallas_attn as pa
-from tests.support import builds, mosaic, subjects
+from tests.support import builds, fuzz_ragged, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -148,20 +148,6 @@ def test_a_mixture_interpreted(rng, subject, name):
     check(mixture, rng, subject, **options)
 
 
-def written(arguments: tuple[Any, ...], k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """The pages as bytes, with the new rows in, one after the other."""
-    pages, lengths, table, starts, count = map(np.array, arguments)
-    for m in range(int(count[0])):
-        end = min(int(starts[m + 1]), len(k))
-        for i in range(int(starts[m]), end):
-            position = int(lengths[m]) - int(starts[m + 1]) + i
-            slot, row = divmod(position, pages.shape[1])
-            if position < 0 or slot >= table.shape[1] or not 0 <= table[m, slot] < len(pages):
-                continue
-            pages[table[m, slot], row, 0::2], pages[table[m, slot], row, 1::2] = k[i], v[i]
-    return pages.view(np.uint8)
-
-
 UPDATES = {
     "mixture": Mixture(),
     "few": Mixture(*FEW, dtype="float16", kv_heads=3, q_heads=3, page_size=5),
@@ -183,12 +169,11 @@ def check_update(mixture: Mixture, rng: np.random.Generator, subject: Any) -> No
     k, v = (jnp.asarray(2 * rng.standard_normal(shape, np.float32), mixture.dtype) for _ in "kv")
     got = subject.call(pa.update_kv_pages, pages, k, v, *small, **factors)
     assert got.shape == pages.shape and got.dtype == pages.dtype
-    rows = []
-    for x, factor in zip((k, v), (0.25, 2.0) if narrow else (1.0, 1.0), strict=True):
-        wide = np.asarray(x, np.float32) / np.float32(factor)
-        wide = np.round(wide) if mixture.page_dtype == "int8" else wide
-        rows.append(wide.astype(pages.dtype))
-    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), written((pages, *small), *rows))
+    arrays = dict(
+        zip(("kv_pages", *fuzz_ragged.SMALL, "k", "v"), (pages, *small, k, v), strict=True)
+    )
+    wanted = fuzz_ragged.written({name: np.asarray(x) for name, x in arrays.items()}, factors)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), wanted.view(np.uint8))
 
 
 @pytest.mark.parametrize("name", UPDATES)

@@ -7,15 +7,12 @@ puts one fault after the other into a copy of the tree and runs its test there, 
 then the tests without any fault, which must pass. It runs one process for each core. The status is
 0 if all were caught.
 
-A fault changes lines of the package. A comment marks each of them: `# fault name` behind the code,
-or on the line above it; several names are separated by commas. tests/guards/test_faults.py holds
-that each fault has its lines. Whoever changes a marked line moves the fault along, to the same
-mistake in the new code, and tries it.
+A fault changes lines of the package. tests/guards/test_faults.py holds that each has its place.
+Whoever changes such a line moves the fault along, to the same mistake in new code, and tries it.
 """
 
 import concurrent.futures
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -24,13 +21,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tests.guards.seeded import SEEDS
 
 ROOT = pathlib.Path(__file__).parents[2]
-Change = tuple[str, str]  # a text, and the one in its place
-MARK = re.compile(r"# fault ([a-z0-9_, ]+)$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,53 +48,6 @@ class Fault:
                 raise ValueError(f"{self.file} has {text.count(old)} times {old!r}")
             text = text.replace(old, new)
         return text
-
-
-@functools.cache
-def marks() -> dict[str, list[tuple[str, int]]]:
-    """(file, index of the marked line) by the name of a fault, in the order of the lines."""
-    places: dict[str, list[tuple[str, int]]] = {}
-    for path in (p for x in ("pallas_attn", "pallas_lm") for p in sorted((ROOT / x).rglob("*.py"))):
-        for name, index in _marks_of(path.read_text().splitlines()):
-            places.setdefault(name, []).append((str(path.relative_to(ROOT)), index))
-    return places
-
-
-def _marks_of(lines: list[str]) -> Iterator[tuple[str, int]]:
-    for index, line in enumerate(lines):
-        if mark := MARK.search(line):
-            while lines[index].lstrip().startswith("#"):  # a mark above its line
-                index += 1
-            yield from ((name.strip(), index) for name in mark[1].split(","))
-
-
-@dataclasses.dataclass(frozen=True)
-class MarkedFault:
-    """`changes`: (text, its replacement) for each marked line, in their order; an empty text stands
-    for all code of the line. `test`: the arguments of pytest.
-    """
-
-    name: str
-    test: str
-    changes: list[Change]
-
-    @property
-    def file(self) -> str:
-        """The file with the marked lines."""
-        (file,) = {file for file, _ in marks().get(self.name, [])} or {f"no mark of {self.name}"}
-        return file
-
-    def text(self, root: pathlib.Path = ROOT) -> str:
-        """The file with the fault in it."""
-        lines = (root / self.file).read_text().splitlines()
-        for (_, index), (old, new) in zip(marks()[self.name], self.changes, strict=True):
-            code = MARK.sub("", lines[index]).rstrip()
-            old = old or code.lstrip()
-            if code.count(old) != 1:
-                raise ValueError(f"{self.file}:{index + 1} has {code.count(old)} times {old!r}")
-            indentation = code[: len(code) - len(code.lstrip())]
-            lines[index] = code.replace(old, new.replace("\n", f"\n{indentation}"))
-        return "\n".join([*lines, ""])
 
 
 APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
@@ -145,13 +93,12 @@ TEST_PARTS = "tests/kernels/flash_bwd/test_step_parts.py"
 TEST_TURNS = "tests/kernels/flash_bwd/test_turns.py -m 'not gpu'"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
-TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
 TEST_MERGE = "tests/kernels/decode/test_merge_over_gpus.py -k 'interpreted or waits'"
 
 JVP = "pallas_attn/kernels/flash_jvp"
 TEST_JVP = "tests/kernels/flash_jvp/test_flash_jvp.py"
 
-FAULTS: dict[str, Fault | MarkedFault] = {
+FAULTS: dict[str, Fault] = {
     # ---- tangents --------------------------------------------------------------------------------
     "values_are_released_before_their_matmul": Fault(
         f"{JVP}/sm90.py",
@@ -1482,21 +1429,6 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
 }
 
-# The faults that a test must catch: name -> the change of its marked line, or of each of several.
-MARKED: dict[str, dict[str, Change | list[Change]]] = {
-    TEST_LINEAR_LAYER: {
-        "linear_released_early": ("wgmma_wait(1)", "wgmma_wait(2)"),
-        "linear_drops_last_columns": (
-            "-(-self.problem.inner // (self.config.block_in * self.config.splits))",
-            "self.problem.inner // (self.config.block_in * self.config.splits)",
-        ),
-    },
-}
-FAULTS |= {
-    name: MarkedFault(name, test, changes if isinstance(changes, list) else [changes])
-    for test, entries in MARKED.items()
-    for name, changes in entries.items()
-}
 FAULTS |= {
     name: Fault(*seed, test) for test, seeds in SEEDS.items() for name, seed in seeds.items()
 }
@@ -1505,7 +1437,7 @@ FAULTS |= {
 # ---- trying them ---------------------------------------------------------------------------------
 
 
-def _try(test: str, fault: Fault | MarkedFault | None = None) -> tuple[bool, str]:
+def _try(test: str, fault: Fault | None = None) -> tuple[bool, str]:
     """Whether a test fails in a tree with a fault, and what it says then."""
     with tempfile.TemporaryDirectory(prefix="pallas_attn_faults_") as folder:
         tree = pathlib.Path(folder)

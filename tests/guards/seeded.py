@@ -881,4 +881,17 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "for distance in (1, 2, 4, 8):",
         ),
     },
+    # ---- the layers of the language model --------------------------------------------------------
+    "tests/lm/test_kernels.py -k test_interpreted": {
+        "linear_released_early": (
+            "pallas_lm/kernels/linear.py",
+            "plgpu.wgmma_wait(1)",
+            "plgpu.wgmma_wait(2)",
+        ),
+        "linear_drops_last_columns": (
+            "pallas_lm/kernels/linear.py",
+            "return -(-self.problem.inner // (self.config.block_in * self.config.splits))",
+            "return self.problem.inner // (self.config.block_in * self.config.splits)",
+        ),
+    },
 }

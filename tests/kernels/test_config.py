@@ -10,11 +10,16 @@ from pallas_attn._call import block_lists, gpu_specs
 from pallas_attn._call import config as _config
 from pallas_attn._call.bind import Call
 from pallas_attn._call.kernel import Kernel
+from pallas_attn.kernels.append import copy as append_copy
+from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_bwd import sm90_heads, sm90_two_kernels
+from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.prefill import gathered_packed_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 from pallas_attn.values import Blocks
@@ -295,6 +300,15 @@ _REFUSED = {
         ("parts", 0, "from 1 to 64"),
     ],
     sm90_heads: [("grid", -1, "at least 0")],
+    flash_fwd_sm80: [
+        ("columns", 64, "0; or a multiple of 16 if row_blocks is 1 and q is in memory"),
+        ("columns_before_v", 8, "a multiple of 16"),
+    ],
+    flash_bwd_sm80: [("columns", 64, "0; or a multiple of 16 with dq_block_kv if kv_blocks and "
+                      "warpgroups are 1 and warp_rows is 4")],
+    decode_sm80: [("q_rows", 5, "4, 8, 16, 32 or 64"), ("stages", 0, "at least 1")],
+    gathered_packed_sm90: [("most", 0, "at least 1")],
+    append_copy: [("words", 0, "1 to 16: registers hold them")],
     decode_sm90: [
         ("tile", 8, "16, 32, 64, 128 or 256"),
         ("stages", 1, "at least 2"),
@@ -311,7 +325,7 @@ _REFUSED = {
         ("grid", 0, "at least 1"),
         ("together", 0, "at least 1"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests.caches.test_quantized import quantized
+from tests.support.quantized import quantized
 
 
 def as_bytes(rows):

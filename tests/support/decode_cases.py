@@ -17,7 +17,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.decode_mla import sm90_common, sm90_few_rows
-from tests.support import definition, hard_data, in_numpy
+from tests.support import boundaries, definition, hard_data, in_numpy
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -181,6 +181,57 @@ class Case:
         return kept
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantized(Case):
+    """Rows of `stored` numbers with a scale each, which is NaN past the length. Row maxima rise
+    behind the first tile, or from page to page. `exact`: scales are powers of two, so bfloat16
+    holds the rows.
+    """
+
+    stored: str = "int8"
+    exact: bool = False
+
+    @property
+    def problem(self) -> DecodeProblem:
+        return dataclasses.replace(super().problem, cache_dtype=self.stored, quantized=True)
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        rng = np.random.default_rng(seed)
+        inputs = super().inputs(seed)
+        shapes = self.shapes(self.head_dim), self.shapes(self.v_head_dim)
+        scales = [[self._scales(rng, shape[:-1]) for shape in side] for side in shapes]
+        for scale in scales[0]:
+            loud = scale[..., ::2, :, :] if self.kind == "paged" else scale[..., boundaries.TILE :]
+            loud *= 16
+        if fill is not None:
+            scales = [self._filled(x, np.asarray(inputs.page_table), fill) for x in scales]
+        rows = [[self._numbers(rng, shape) for shape in side] for side in shapes]
+        k, v, k_scale, v_scale = (
+            tuple(map(jnp.asarray, x)) if self.kind == "per_sequence" else jnp.asarray(x[0])
+            for x in (*rows, *scales)
+        )
+        return inputs._replace(k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale)
+
+    def _scales(self, rng, shape):
+        scales = rng.uniform(0.01, 0.03, shape)
+        scales = 2.0 ** np.round(np.log2(scales)) if self.exact else scales
+        return scales.astype(np.float32)
+
+    def _numbers(self, rng, shape):
+        """With scales as of int8: within 127."""
+        return rng.integers(-127, 128, shape).astype(jnp.dtype(self.stored))
+
+    def widened(self, inputs: DecodeInputs) -> DecodeInputs:
+        """The rows as they are read, in float32."""
+
+        def exactly(rows, scale):
+            return np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
+
+        k = jax.tree.map(exactly, inputs.k_cache, inputs.k_scale)
+        v = jax.tree.map(exactly, inputs.v_cache, inputs.v_scale)
+        return inputs._replace(k_cache=k, v_cache=v)
+
+
 @functools.cache
 def _tree_of(sequences: int, drafts: int) -> MaskFunction:
     parents = some_parents(sequences, drafts)
@@ -316,6 +367,11 @@ def check(case: Case, config=None, seed: int = 0):
     rounding of p (a share of the values' size) and one of its own. float32 it takes as it is.
     """
     out, lse = launched(case, case.inputs(seed, fill=np.nan), config)
+    if isinstance(case, Quantized):
+        want, want_lse = of_definition(case, case.widened(case.inputs(seed)))
+        close(out, want, 2.0**-6, 2.0**-6)
+        close(lse, want_lse, 1e-3, 1e-3)
+        return
     assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
     inputs = case.inputs(seed, fill=0.0)
     by_definition = case.small and inputs.v_cache is not None

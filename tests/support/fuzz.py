@@ -527,6 +527,15 @@ def _attempt(kind: Kind, place: Place, case: Any, tally: Tally) -> str | None:
     return None
 
 
+def prove(
+    run: Callable[[Any, Place, Tally], None], case: Any, subject: Subject, rounds: int = 1
+) -> None:
+    """Rounds of a problem by one implementation that takes it; no budget is vacuous."""
+    tally = Tally()
+    run(case, Place((subject,), rounds, exact=True), tally)
+    assert tally.calls[subject.name] == rounds and not tally.vague
+
+
 def _last_line(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -9,6 +9,7 @@ kept, and what decoding makes of those bytes.
 
 import dataclasses
 import functools
+import types
 import zlib
 from typing import Any
 
@@ -19,13 +20,13 @@ import numpy as np
 import pallas_attn as pa
 from pallas_attn import PagedCache
 from pallas_attn.masks import CAUSAL, FULL
-from tests.caches.test_quantized import quantized
 from tests.support import append_cases, budget, fuzz, hard_data, witness
 from tests.support.byte_rows import as_bytes, as_floats
 from tests.support.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.support.fuzz import LEAST, MOST
 from tests.support.fuzz_cache_cases import Case
 from tests.support.fuzz_positions import ADDED, POSITIONS
+from tests.support.quantized import quantized
 from tests.support.subjects import Subject
 
 SIDES = ("k", "v", "k_scale", "v_scale")
@@ -99,7 +100,7 @@ class Dense:
 class Held:
     """A cache in NumPy: every byte, and where rows lie."""
 
-    case: Case
+    case: Any  # a `Case`, or its kind and layers
     arrays: dict[str, list[np.ndarray]]
     lengths: np.ndarray
     new_lengths: np.ndarray
@@ -108,7 +109,7 @@ class Held:
     dtype: str
 
     @classmethod
-    def of(cls, case: Case, cache: Any) -> "Held":
+    def of(cls, case: Any, cache: Any) -> "Held":
         arrays = {
             side: [np.array(x) for x in jax.tree.leaves(getattr(cache, side))]
             for side in SIDES
@@ -118,7 +119,14 @@ class Held:
         table = None if cache.page_table is None else np.array(cache.page_table)
         return cls(case, arrays, *small, table, cache.capacities, str(cache.dtype))
 
-    def write(self, new: tuple[np.ndarray, ...], layer: int | None) -> None:
+    @classmethod
+    def of_cache(cls, cache: Any) -> "Held":
+        """Without a case; rows are not bytes."""
+        return cls.of(
+            types.SimpleNamespace(kind=cache.kind, layers=cache.layers, byte_rows=False), cache
+        )
+
+    def write(self, new: tuple[np.ndarray, ...], layer: int | None = None) -> None:
         """Rows [M, t, K, H] of each side to where `write_kv` puts them."""
         case = self.case
         if layer is not None and not 0 <= layer < (case.layers or 1):

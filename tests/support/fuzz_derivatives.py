@@ -35,6 +35,10 @@ class Tangents(_case.AttentionCase):
     along: tuple[str, ...] = ("q", "k", "v")
     linearized: bool = False
 
+    def functions(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Options of the call that are functions of positions, and of the oracle in their place."""
+        return {}, {}
+
 
 def draw_tangents(seed: int, tiny: bool) -> Tangents:
     drawn, pick = fuzz.draw_attention(seed, tiny), random.Random(f"fuzz tangents {seed}")
@@ -87,17 +91,19 @@ def with_tangents(*, along, linearized, implementation, **arguments):
 
 def run_tangents(case: Tangents, place: fuzz.Place, tally: fuzz.Tally) -> None:
     options = {name: x for name, x in case.options().items() if x is not None}
+    functions, dense = case.functions()
     for turn in range(1) if place.lowered else fuzz.turns(place, tally):
         handed, plain = fuzz.attention_inputs(case, turn)
         for arrays in (handed, plain):
             del arrays["do"], arrays["dlse"]
         poisoned, along = _along(case, plain, turn)
-        arguments = handed | options | {"along": poisoned, "linearized": case.linearized}
+        handed |= options | functions
+        arguments = handed | {"along": poisoned, "linearized": case.linearized}
         if place.lowered:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("flash_forward", with_tangents, arguments, generation, tally)
             return
-        wanted = functools.partial(_tangents_expected, plain | options, along)
+        wanted = functools.partial(_tangents_expected, plain | options | dense, along)
         round_ = Round(with_tangents, arguments, functools.cache(wanted), turn)
         round_._replace(operation="flash_forward").try_each(place, tally)
 
@@ -211,10 +217,17 @@ class Term(NamedTuple):
     size: float = 0.5  # standard deviation of the numbers
 
 
-BUCKETS = 24
+BUCKETS, BEGIN = 24, 1_700_000_000
 TERMS = {
     "slopes": Term(
         lambda c: (c.q_heads,), lambda b, h, q, kv: (h,), lambda b, h, q, kv: q - kv, 0.02
+    ),
+    # Integers that no float32 holds, whose difference one does
+    "times": Term(
+        lambda c: (c.q_heads,),
+        lambda b, h, q, kv: (h,),
+        lambda b, h, q, kv: (q + BEGIN) - (kv + BEGIN),
+        0.02,
     ),
     "distance": Term(
         lambda c: (1,), lambda b, h, q, kv: (0,), lambda b, h, q, kv: -abs(q - kv), 0.02
@@ -293,12 +306,19 @@ def with_learned(*, do, dlse, aux, terms, alone, implementation, **arguments):
     return results | {f"daux{n}": x for n, x in enumerate(daux)}
 
 
+def learned_inputs(case: Learned, turn: int) -> tuple[dict, dict]:
+    """Arguments of the call, and arrays of the oracle."""
+    handed, plain = fuzz.attention_inputs(case, turn)
+    options = {name: x for name, x in case.options().items() if x is not None}
+    handed |= options | {"aux": _aux(case, turn), "terms": case.terms, "alone": case.alone}
+    return handed, plain
+
+
 def run_learned(case: Learned, place: fuzz.Place, tally: fuzz.Tally) -> None:
     options = {name: x for name, x in case.options().items() if x is not None}
     for turn in range(1) if place.lowered else fuzz.turns(place, tally):
         aux = _aux(case, turn)
-        handed, plain = fuzz.attention_inputs(case, turn)
-        arguments = handed | options | {"aux": aux, "terms": case.terms, "alone": case.alone}
+        arguments, plain = learned_inputs(case, turn)
         if place.lowered:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("flash_backward", with_learned, arguments, generation, tally)
@@ -318,9 +338,10 @@ def _learned_expected(
 ) -> budget.Expected:
     sizes = (case.batch, case.q_heads, case.q_len, case.kv_len)
     b, h, q, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
-    at = b, h, q + case.q_offset, kv
+    at = b, h, q + np.reshape(np.int32(case.q_offset), (-1, 1, 1, 1)), kv
     numbers = [np.asarray(x, np.float32) for x in aux]
-    dense = {"bias": np.broadcast_to(np.float32(added(case.terms, *at, numbers)), sizes)}
+    by_terms = np.float32(added(case.terms, *at, numbers)) + np.asarray(plain.get("bias", 0))
+    dense = {"bias": np.broadcast_to(by_terms, sizes)}
     sums = functools.partial(_summed, case, at)
     return fuzz.attention_expected(plain | dense, options, tensor_cores, grids, sums=sums)
 

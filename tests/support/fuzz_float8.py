@@ -15,12 +15,12 @@ import numpy as np
 import pallas_attn as pa
 from pallas_attn._call.float8 import cuts
 from pallas_attn.masks import CAUSAL, FULL
-from tests.caches.test_quantized import awkward_rows, quantized
 from tests.support import budget, fuzz
 from tests.support.append_cases import assert_same_bytes
 from tests.support.fuzz_positions import Round
 from tests.support.problems import by_name
 from tests.support.problems import case as _case
+from tests.support.quantized import awkward_rows, quantized
 
 SCALES = ("none", "number", "head", "row", "blocks", "some_blocks")
 FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
@@ -28,9 +28,9 @@ FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 
 @dataclasses.dataclass(frozen=True)
 class Case(_case.AttentionCase):
-    """`kinds`: one of SCALES for each of q, k and v."""
+    """`kinds`: one of SCALES for each of q, k and v, or a number of blocks of rows."""
 
-    kinds: tuple[str, ...] = ("none",) * 3
+    kinds: tuple[str | int, ...] = ("none",) * 3
     out_dtype: str = "bfloat16"
 
 
@@ -75,13 +75,13 @@ def _scales(case: Case, turn: int) -> dict[str, np.ndarray]:
     sizes["v"] = sizes["k"]
     for (name, (rows, heads)), kind in zip(sizes.items(), case.kinds, strict=True):
         fit = [n for n in range(1, rows + 1) if cuts(rows, n)]
-        shape: tuple[int, ...] = {
-            "number": (),
+        shapes: dict[str | int, tuple[int, ...]] = {
             "head": (heads,),
             "row": (case.batch, rows, heads),
             "blocks": (case.batch, -(-rows // 128), heads),
             "some_blocks": (1, fit[turn % len(fit)], 1),
-        }.get(kind, ())
+        }
+        shape = (1, kind, 1) if isinstance(kind, int) else shapes.get(kind, ())
         if kind != "none":
             arrays[f"{name}_scale"] = rng.uniform(0.5, 2, shape).astype(np.float32)
     return arrays

@@ -50,17 +50,17 @@ def _lists(case: Listed, turn: int) -> np.ndarray:
     return np.where(rng.random(shape[:3])[..., None] < 0.1, -1, lists).astype(np.int32)
 
 
-def _times(case: Listed, lists: np.ndarray) -> np.ndarray:
-    """How often a list has a position, [B, K, T, S]."""
-    times = np.zeros((*lists.shape[:3], case.kv_len), np.float32)
-    *rows, at = np.nonzero((lists >= 0) & (lists < case.kv_len))
+def times_of(lists: np.ndarray, keys: int) -> np.ndarray:
+    """How often lists [B, K, T, n] have a position, [B, K, T, keys]."""
+    times = np.zeros((*lists.shape[:3], keys), np.float32)
+    *rows, at = np.nonzero((lists >= 0) & (lists < keys))
     np.add.at(times, (*rows, lists[*rows, at]), 1)
-    return np.repeat(times, case.kv_heads // times.shape[1], axis=1)
+    return times
 
 
-def _written_out(case: Listed, times: np.ndarray) -> dict[str, np.ndarray]:
-    """The mask, and the logarithm of how often a position is listed."""
-    times = np.repeat(times, case.q_heads // case.kv_heads, axis=1)
+def written_out(times: np.ndarray, heads: int) -> dict[str, np.ndarray]:
+    """The mask, and the logarithm of how often a position is listed, of so many query heads."""
+    times = np.repeat(times, heads // times.shape[1], axis=1)
     return {"mask_array": times > 0, "bias": np.log(np.maximum(times, 1))}
 
 
@@ -88,8 +88,10 @@ def run(case: Listed, place: fuzz.Place, tally: fuzz.Tally) -> None:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("decode", function, arguments, generation, tally)
             return
-        times = _times(case, lists)
-        dense, of_rows = plain | _written_out(case, times), functools.partial(_by_entries, times)
+        times = times_of(lists, case.kv_len)
+        times = np.repeat(times, case.kv_heads // times.shape[1], axis=1)
+        dense = plain | written_out(times, case.q_heads)
+        of_rows = functools.partial(_by_entries, times)
         wanted = functools.partial(fuzz.attention_expected, dense, options, of_rows=of_rows)
         round_ = Round(function, arguments, functools.cache(wanted), turn)
         round_._replace(operation="decode").try_each(place, tally)

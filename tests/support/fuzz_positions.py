@@ -59,6 +59,16 @@ def _part(number: Any, size: int) -> Any:
     return lax.div(number, np.int32(size))
 
 
+def _narrow(b: Any, h: Any, q: Any, kv: Any, x: Any, y: Any) -> Any:
+    """Each term in arithmetic that numbers of another type would do otherwise."""
+    captured = jnp.asarray(BYTES)
+    return (x[q] + x[kv] > 0) ^ (y[q] - y[kv] < y[kv]) ^ (captured[q] > captured[kv])
+
+
+BYTES = np.random.default_rng(11).integers(-128, 128, POSITIONS).astype(np.int8)
+# Tiles of 128 keys of the first 128 queries are seen in part, and of the others whole or not.
+BLOCKS = np.bool([[1, 0, 1], [0, 1, 1], [1, 1, 0]])[:, np.arange(64) % 3]
+BLOCKS = np.resize(np.concatenate([BLOCKS, BLOCKS[:, ::-1]]), (64, 64))
 # Functions of batch row, query head, query and key, and the names of the arrays that they read.
 MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "documents": (lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ("ids",)),
@@ -68,6 +78,11 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "blocks": (lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2), ()),
     "dilated": (lambda b, h, q, kv: kv % 4 == q % 4, ()),
     "causal": (lambda b, h, q, kv: q >= kv, ()),
+    "batch": (lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64), ()),
+    "distant": (lambda b, h, q, kv: (kv % 16 == q % 16) & (abs(q - kv) > 3), ()),
+    "narrow": (_narrow, ("bytes", "unsigned")),
+    "tiles": (lambda b, h, q, kv, t: t[q // 64, kv // 64], ("blocks",)),
+    "nothing": (lambda b, h, q, kv: q < -kv - 10, ()),
     # Block lists, as `kv_blocks` makes them
     "lists": (lambda b, h, q, kv, seen: seen[b, h // 2, q // 64, kv // 32], ("seen",)),
     "pairs": (
@@ -81,7 +96,9 @@ ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "linear": (lambda b, h, q, kv, slope: slope[h] * (kv - q), ("slopes",)),
     "table": (lambda b, h, q, kv, t: t[h, q - kv + POSITIONS], ("table",)),
     "keys": (lambda b, h, q, kv, t: t[kv % 16], ("few",)),
+    "of_rows": (lambda b, h, q, kv, slope: 0.25 * q - slope[h] * (q - kv), ("slopes",)),
 }
+BEND = 20.0
 JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
@@ -91,10 +108,13 @@ JOINED: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case(_case.AttentionCase):
-    """`terms`: names of masks, each with how it joins those before it; `added`: of a score."""
+    """`terms`: names of masks, each with how it joins those before it; `added`: of a score. `bent`:
+    the function caps the score, too, at `BEND`.
+    """
 
     terms: tuple[tuple[str, str], ...] = ()
     added: str | None = None
+    bent: bool = False
 
 
 def draw(seed: int, tiny: bool) -> Case:
@@ -106,10 +126,11 @@ def draw(seed: int, tiny: bool) -> Case:
     fields |= {"rotary": None, "rotary_positions": False, "q_offset": max(offset, 0)}
     fields |= {"bias_shape": None, "mask": pick.choice((FULL, drawn.mask))}
     terms = tuple((pick.choice(tuple(JOINED)), name) for name in names)
-    return Case(**fields, terms=terms, added=added)
+    bent = added is not None and drawn.softcap is None and pick.random() < 0.3
+    return Case(**fields, terms=terms, added=added, bent=bent)
 
 
-def _arrays(case: Case, turn: int) -> dict[str, np.ndarray]:
+def arrays_of(case: Case, turn: int) -> dict[str, np.ndarray]:
     """The arrays that functions read."""
     rng, rows, heads = np.random.default_rng((turn, 7)), case.batch, case.q_heads
     normal = functools.partial(rng.standard_normal, dtype=np.float32)
@@ -125,10 +146,13 @@ def _arrays(case: Case, turn: int) -> dict[str, np.ndarray]:
         "slopes": rng.random(heads, dtype=np.float32) / 8,
         "table": normal((heads, 2 * POSITIONS)),
         "few": normal(16),
+        "bytes": BYTES,
+        "unsigned": rng.integers(0, 2**32, POSITIONS).astype(np.uint32),
+        "blocks": BLOCKS,
     }
 
 
-def _functions(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def functions(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """The arguments `mask` and `score`."""
     mask: Any = case.mask
     for how, name in case.terms:
@@ -136,13 +160,10 @@ def _functions(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
         mask = JOINED[how](mask, pa.mask_fn(function, *(arrays[n] for n in names)))
     if case.added is None:
         return {"mask": mask}
-    return {"mask": mask, "score": pa.score_fn(*_scored(case.added, arrays))}
-
-
-def _scored(name: str, arrays: dict[str, np.ndarray]) -> tuple[Any, ...]:
-    function, names = ADDED[name]
-    added = lambda s, b, h, q, kv, *aux: s + function(b, h, q, kv, *aux)  # noqa: E731
-    return added, *(arrays[n] for n in names)
+    function, names = ADDED[case.added]
+    capped = lambda s: BEND * jnp.tanh(s / BEND) if case.bent else s  # noqa: E731
+    added = lambda s, b, h, q, kv, *aux: capped(s) + function(b, h, q, kv, *aux)  # noqa: E731
+    return {"mask": mask, "score": pa.score_fn(added, *(arrays[n] for n in names))}
 
 
 def _written_out(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -151,6 +172,8 @@ def _written_out(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
     sizes = (case.batch, case.q_heads, case.q_len, case.kv_len)
     b, h, q, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
     q = q + case.q_offset
+    # Functions read integers of fewer bits as int32.
+    arrays = {n: x.astype(np.int32) if x.dtype == np.int8 else x for n, x in arrays.items()}
     seen = np.broadcast_to(case.mask.allows(q, kv), sizes)
     for how, name in case.terms:
         function, names = MASKS[name]
@@ -160,7 +183,7 @@ def _written_out(case: Case, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
         function, names = ADDED[case.added]
         added = function(b, h, q, kv, *(arrays[n] for n in names))
         dense["bias"] = np.broadcast_to(np.asarray(added, np.float32), sizes)
-    return dense
+    return dense | ({"softcap": BEND} if case.bent else {})
 
 
 def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
@@ -169,15 +192,17 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
     if place.lowered:
         with fuzz.pretended(case, place) as generation:
             arguments = fuzz.attention_inputs(case, 0)[0] | options
-            arguments |= _functions(case, _arrays(case, 0))
+            arguments |= functions(case, arrays_of(case, 0))
             fuzz.lower("flash_backward", function, arguments, generation, tally)
         return
     for turn in fuzz.turns(place, tally):
-        arrays = _arrays(case, turn)
+        arrays = arrays_of(case, turn)
         handed, plain = fuzz.attention_inputs(case, turn)
         dense = _written_out(case, arrays)
         dense["mask_array"] = dense["mask_array"] & np.asarray(plain.get("mask_array", True))
-        arguments = handed | options | _functions(case, arrays)
+        if "bias" in plain:
+            dense["bias"] = dense.get("bias", np.float32(0)) + np.asarray(plain["bias"], np.float32)
+        arguments = handed | options | functions(case, arrays)
         wanted = functools.partial(fuzz.attention_expected, plain | dense, options | {"mask": FULL})
         round_ = Round(function, arguments, functools.cache(wanted), turn)
         round_.try_each(place, tally)

@@ -117,28 +117,27 @@ def arguments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     return arrays | {name: jnp.asarray(x) for name, x in small.items()}
 
 
-def owners(case: Case, arrays: dict[str, np.ndarray]) -> list[tuple[int, int, int]]:
+def owners(tokens: int, arrays: dict[str, np.ndarray]) -> list[tuple[int, int, int]]:
     """(sequence, its first row, the end of its rows) of those that count."""
-    count = int(np.clip(arrays["num_seqs"][0], 0, case.sequences))
-    starts = np.clip(arrays["cu_q_lens"][: count + 1].astype(np.int64), 0, case.tokens)
+    count = int(np.clip(arrays["num_seqs"][0], 0, len(arrays["kv_lens"])))
+    starts = np.clip(arrays["cu_q_lens"][: count + 1].astype(np.int64), 0, tokens)
     starts = np.maximum.accumulate(starts)
     return [(m, int(starts[m]), int(starts[m + 1])) for m in range(count)]
 
 
-def written(case: Case, arrays: dict[str, np.ndarray], factors: dict[str, float]) -> np.ndarray:
+def written(arrays: dict[str, np.ndarray], factors: dict[str, float]) -> np.ndarray:
     """The pages after an update. Rows that go to one place are refused by `_of_one_owner`."""
     pages = arrays["kv_pages"].copy()
     rows = []
     for side in "kv":
         x = arrays[side].astype(np.float32) * np.float32(1.0 / factors.get(f"{side}_scale", 1.0))
         rows.append((np.round(x) if pages.dtype == np.int8 else x).astype(pages.dtype))
-    for m, first, end in owners(case, arrays):
+    table = arrays["page_indices"]
+    for m, first, end in owners(len(arrays["k"]), arrays):
         for row in range(first, end):
             position = int(arrays["kv_lens"][m]) - end + row
-            slot, within = divmod(position, case.page_size)
-            if 0 <= slot < case.width and 0 <= (page := arrays["page_indices"][m, slot]) < len(
-                pages
-            ):
+            slot, within = divmod(position, pages.shape[1])
+            if 0 <= slot < table.shape[1] and 0 <= (page := table[m, slot]) < len(pages):
                 pages[page, within, 0::2], pages[page, within, 1::2] = (x[row] for x in rows)
     return pages
 
@@ -149,7 +148,7 @@ def attended(case: Case, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.
     out, lost = np.zeros(q.shape), np.zeros(len(q), bool)
     pages = arrays["kv_pages"].astype(np.float32).astype(np.float64)
     factors, window = case.factors(), case.sliding_window or fuzz.MOST
-    for m, first, end in owners(case, arrays):
+    for m, first, end in owners(len(q), arrays):
         table, length = arrays["page_indices"][m], max(int(arrays["kv_lens"][m]), 0)
         there = (table >= 0) & (table < len(pages))
         if length > np.cumprod(there).sum() * case.page_size:
@@ -200,7 +199,7 @@ def _call(case: Case, subject: Subject, drawn: dict[str, Any], tally: fuzz.Tally
     if _of_one_owner(case, small) and fuzz.takes(subject, "append", update, write | factors):
         got = np.asarray(subject.call(update, **write, **factors))
         tally.calls[subject.name] += 1
-        right = written(case, small, factors).view(np.uint8)
+        right = written(small, factors).view(np.uint8)
         assert (got.view(np.uint8) == right).all(), "other bytes in the pages"
     if fuzz.takes(subject, "decode", attend, read | case.options()):
         got = subject.call(attend, **read, **case.options())

@@ -54,7 +54,7 @@ QUICK = {
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
     ),
-    "kernels/attention/mask_bits.py": "tests/kernels/test_mask_bits.py::test_on_the_gpu[sizes0]",
+    "kernels/attention/mask_bits.py": "tests/kernels/test_mask_bits.py::test_bits[sizes1-gpu]",
     "kernels/decode/sm90.py": f"{_EVERY}[decode.sm90-paged]",
     "kernels/decode/box_copies.py": (f"{_CACHES}ragged.py::test_a_mixture[kernels-mixture-plain]"),
     "kernels/decode_mla/producer.py": f"{_EVERY}[decode_mla.sm90-paged]",
@@ -68,13 +68,13 @@ QUICK = {
     ),
     "kernels/decode_listed/lists.py": f"{_EVERY}[decode_listed.sm90-rows]",
     "kernels/decode_listed/gradients_sm90.py": (
-        f"{_LISTED}listed_gradients.py::test_on_the_gpu[heads12_softcap]"
+        f"{_LISTED}listed_gradients.py::test_cases[heads12_softcap-gpu]"
     ),
     "kernels/prefill/plan.py": f"{_EVERY}[prefill.sm90-paged]",
     "kernels/prefill/combine_partials.py": f"{_EVERY}[prefill.sm90-partials]",
     "kernels/prefill/merge_parts.py": f"{_CACHES}prefixes.py::test_on_a_gpu[rows-pages16]",
-    "kernels/prefill/widened_sm90.py": f"{_PREFILL}_widened.py::test_on_a_gpu[int8-paged]",
-    "kernels/prefill/narrow_sm90.py": f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
+    "kernels/prefill/widened_sm90.py": f"{_EVERY}[prefill.widened_sm90-splits]",
+    "kernels/prefill/narrow_sm90.py": f"{_EVERY}[prefill.narrow_sm90-splits]",
     "kernels/prefill/float8_tiles.py": f"{_PREFILL}_float8.py::test_on_a_gpu[per_sequence]",
     "kernels/prefill/float8_sm90.py": f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
     "kernels/prefill/contiguous_sm90.py": f"{_EVERY}[prefill.contiguous_sm90-cut_tiles]",

@@ -5,7 +5,6 @@ them, in the interpreter and on a GPU; who adds a kernel adds its row.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from tests.kernels.flash_fwd import test_flash_fwd, test_group_window, test_wide
 from tests.kernels.flash_jvp import test_flash_jvp
 from tests.kernels.prefill import test_prefill_gathered
 from tests.support import boundaries, decode_cases, hard_data
+from tests.support.fuzz_derivatives import Tangents
 from tests.support.problems.case import AttentionCase
 
 Calls = dict[str, tuple[Any, Any]]  # (case, Config), by the plan that it makes
@@ -67,6 +67,7 @@ class Row(NamedTuple):
         case, config = next(iter(self.hard.values()), (None, None))
         has = {"hard": self.hard, "ends": self.ends, "one_block": 1 in blocks or not split}
         drawn = isinstance(case, AttentionCase | decode_cases.Case)
+        drawn &= not isinstance(case, Tangents)
         has["pairs"] = drawn and not isinstance(config, tuple)  # see tests/support/pairs.py
         return {name for name, calls in has.items() if not calls}
 
@@ -245,30 +246,11 @@ def windows_of_a_head() -> tuple[Calls, Calls]:
 
 def tangents(module: str) -> Row:
     """The bias of the hard call rises from key to key."""
-    dual = module == "sm90_dual"
-    cases, name = test_flash_jvp.CASES, f"flash_jvp_{module}"
-
-    def computed(case, config, call):
-        if jax.default_backend() != "gpu":
-            return test_flash_jvp.computed(case, name, config, call)
-        floats, dots, rest = test_flash_jvp.drawn(case, poison=True)
-        run = functools.partial(call, rest=rest, implementation=module.removesuffix("_dual"))
-        return jax.block_until_ready(jax.jit(run)(floats, dots))
-
-    def check(case, config):
-        call = test_flash_jvp.dual if dual else test_flash_jvp.tangents
-        results = computed(case, config, call)
-        (test_flash_jvp.check_dual if dual else test_flash_jvp.check)(case, results)
-
-    ends = test_flash_jvp.Case(
-        q=(4, 65, 2, 32),
-        kv=(130, 1),
-        mask=CAUSAL,
-        q_offset=65,
-        q_lengths=(0, 1, 64, 65),
-        kv_lengths=(130, 129, 64, 63),
-    )
-    calls = {"ramp": (cases["ramp"], None)}, {"lengths": (ends, None)}
+    check = lambda case, _: test_flash_jvp.check(case, module)  # noqa: E731
+    sizes = {"q": (4, 65, 2, 32), "kv": (130, 1), "mask": CAUSAL, "q_offset": 65}
+    lengths = {"q_lengths": (0, 1, 64, 65), "kv_lengths": (130, 129, 64, 63)}
+    ends = test_flash_jvp.case(**sizes, **lengths)
+    calls = {"ramp": (test_flash_jvp.CASES["ramp"], None)}, {"lengths": (ends, None)}
     return Row(f"flash_jvp.{module}", check, *calls, FUZZED)
 
 
@@ -351,60 +333,9 @@ class LatentOfMissingPages(MissingPages, test_decode_mla.Case):
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantized(Decode):
-    """Rows of int8 with a scale each, which is NaN past the length. `exact`: scales are powers of
-    two, so bfloat16 holds the rows.
-    """
-
-    exact: bool = False
-
-    @property
-    def problem(self):
-        return dataclasses.replace(super().problem, cache_dtype="int8", quantized=True)
-
-    def inputs(self, seed=0, fill=None):
-        rng = np.random.default_rng(seed)
-        inputs = super().inputs(seed)
-        shapes = self.shapes(self.head_dim), self.shapes(self.v_head_dim)
-        scales = [[self._scales(rng, shape[:-1]) for shape in side] for side in shapes]
-        for scale in scales[0]:
-            self._raise(scale)
-        if fill is not None:
-            scales = [self._filled(x, np.asarray(inputs.page_table), fill) for x in scales]
-        rows = [[rng.integers(-127, 128, shape).astype(np.int8) for shape in x] for x in shapes]
-        k, v, k_scale, v_scale = (
-            tuple(map(jnp.asarray, x)) if self.kind == "per_sequence" else jnp.asarray(x[0])
-            for x in (*rows, *scales)
-        )
-        return inputs._replace(k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale)
-
-    def _scales(self, rng, shape):
-        scales = rng.uniform(0.01, 0.03, shape)
-        scales = 2.0 ** np.round(np.log2(scales)) if self.exact else scales
-        return scales.astype(np.float32)
-
-    def _raise(self, scales):
-        """Row maxima rise behind the first tile, or from page to page."""
-        loud = scales[..., ::2, :, :] if self.kind == "paged" else scales[..., boundaries.TILE :]
-        loud *= 16
-
-
-def over_caches(case: decode_cases.Case, config: Any) -> Any:
-    if not isinstance(case, Quantized):
-        return decode_cases.check(case, config)
-    got = decode_cases.launched(case, case.inputs(fill=np.nan), config)
-    inputs = case.inputs()
-
-    def exactly(rows, scale):
-        return np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
-
-    k = jax.tree.map(exactly, inputs.k_cache, inputs.k_scale)
-    v = jax.tree.map(exactly, inputs.v_cache, inputs.v_scale)
-    plain = inputs._replace(k_cache=k, v_cache=v)
-    want = decode_cases.of_definition(remade(Decode, case), plain)
-    decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
-    decode_cases.close(got[1], want[1], 1e-3, 1e-3)
-    return got
+class Quantized(decode_cases.Quantized, Decode):
+    lengths: tuple[int, ...] = boundaries.lengths(boundaries.CAPACITY)
+    capacity: int = boundaries.CAPACITY
 
 
 MANY_ROWS = {"q_len": 20, "q_heads": 3, "kv_heads": 1}
@@ -423,6 +354,16 @@ def caches(case: decode_cases.Case, config: Any) -> Calls:
     changes["lengths"] = (*case.lengths[:-1], case.capacity + 1)
     kind = LatentOfMissingPages if isinstance(case, Latent) else DecodeOfMissingPages
     return calls | {"missing": (remade(kind, case, **changes), config)}
+
+
+def quantized(config: Any) -> Calls:
+    """Rows with scales: each kind of cache, and each dtype."""
+    window = {"q_len": 4, "mask": sliding_window(20), "layers": 2}
+    return {
+        "quantized": (Quantized("stacked"), config),
+        "quantized_pages": (Quantized("paged", stored="float8_e4m3fn", page_size=64), config),
+        "quantized_window": (Quantized("per_sequence", stored="float8_e5m2", **window), config),
+    }
 
 
 def gathered(module: str, **sizes: Any) -> Row:
@@ -531,36 +472,34 @@ KERNELS = (
     }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), bwd_wide.Config(grid=2))}),
     Row("flash_bwd.sm90_group_window", backward, *windows(test_bwd_group_window)),
     *map(tangents, ("sm90", "sm80", "sm90_dual")),
-    Row("decode.sm90", over_caches, {
+    Row("decode.sm90", decode_cases.check, {
         "plain": (HardDecode(), decode_sm90.Config(stages=3, grid=1)),
         "in_parts": (HardDecode(q_len=2), decode_sm90.Config(stages=2, grid=9)),
     }, caches(Decode(), decode_sm90.Config(stages=3, grid=5)) | {
         "partials": (Decode(**LONG, **TWO), decode_sm90.Config(stages=2, grid=20)),
-        "quantized": (Quantized("stacked"), decode_sm90.Config(stages=3, grid=5)),
-    }),
-    Row("decode.sm80", over_caches, {
+    } | quantized(decode_sm90.Config(stages=3, grid=5))),
+    Row("decode.sm80", decode_cases.check, {
         "plain": (HardDecode(q_len=3, mask=sliding_window(150)), decode_sm80.Config(grid=1)),
         "folded": (HardDecode(), decode_sm80.Config(stages=2, grid=9)),
     }, caches(Decode(q_len=2), decode_sm80.Config(stages=2, grid=5)) | {
         "partials": (Decode(**LONG, **TWO), decode_sm80.Config(stages=2, grid=20)),
-        "quantized": (Quantized("stacked"), decode_sm80.Config(stages=2, grid=5)),
-    }),
-    Row("decode_mla.sm90", over_caches, {
+    } | quantized(decode_sm80.Config(stages=2, grid=5))),
+    Row("decode_mla.sm90", decode_cases.check, {
         "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=1)),
         "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
     }, caches(Latent(q_heads=40), mla_sm90.Config(stages=6, grid=5))
         | {"partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20))}),
-    Row("decode_mla.sm90_few_rows", over_caches, {
+    Row("decode_mla.sm90_few_rows", decode_cases.check, {
         "plain": (HardLatent(), mla_sm90.Config(stages=2, grid=1)),
         "in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
     }, caches(Latent(), mla_sm90.Config(stages=2, grid=5))
         | {"partials": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20))}),
-    Row("decode_mla.sm80", over_caches, {
+    Row("decode_mla.sm80", decode_cases.check, {
         "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=1)),
         "in_parts": (HardLatent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
     }, caches(Latent(), mla_sm80.Config(stages=2, grid=5))
         | {"partials": (Latent(**LONG), mla_sm80.Config(stages=2, grid=20))}),
-    Row("prefill.sm90", over_caches,
+    Row("prefill.sm90", decode_cases.check,
         {"plain": (HARD_ROWS, ALONE), "in_parts": (HARD_ROWS, SPLIT)},
         caches(Decode(**MANY_ROWS), IN_TURN)
         | named("splits", caches(IN_A_WINDOW, dataclasses.replace(SPLIT, splits=2)))
@@ -574,10 +513,10 @@ KERNELS = (
     Row("decode_listed.gradients_sm90", lambda x, config: test_listed_gradients.check(x, **config),
         {"low": (test_listed_gradients.CASES["heads4_low"], {"grid": 1})},
         {f"lists_of_{n}": lists_of(n) for n in (1, 63, 64, 65)}, FUZZED),
-    Row("prefill.widened_sm90", over_caches,
+    Row("prefill.widened_sm90", decode_cases.check,
         {"alone": (ROWS_OF_8_BITS, widened_sm90.Config(ALONE))},
         {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
-    Row("prefill.narrow_sm90", over_caches,
+    Row("prefill.narrow_sm90", decode_cases.check,
         {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
         {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
     gathered("gathered_sm80"),

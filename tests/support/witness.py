@@ -64,18 +64,6 @@ def attention(  # noqa: PLR0913
     return out, lse
 
 
-def append(cache, new, start, new_lengths=None):
-    """Rows new [M, t, K, H] into a list of M arrays [K, capacity_i, H], row by row; new arrays."""
-    cache = [np.array(array) for array in cache]
-    for m, rows in enumerate(np.asarray(new)):
-        count = len(rows) if new_lengths is None else min(int(new_lengths[m]), len(rows))
-        for i in range(count):
-            at = int(start[m]) + i
-            if int(start[m]) >= 0 and at < cache[m].shape[1]:
-                cache[m][:, at] = rows[i]
-    return cache
-
-
 @dataclasses.dataclass
 class PagedModel:
     """Model of a paged cache, in lists: the rows of each sequence, and the pages that it holds.

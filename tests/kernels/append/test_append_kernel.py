@@ -145,15 +145,6 @@ def step(problem, k_cache, v_cache, rest):
     return append_copy.run(rest._replace(k_cache=k_cache, v_cache=v_cache), problem)[:2]
 
 
-def many_steps(problem, k_cache, v_cache, rest):
-    """A decode loop: a token to every sequence, again and again."""
-
-    def once(i, caches):
-        return step(problem, *caches, rest._replace(end=rest.end + i))
-
-    return lax.fori_loop(0, 5, once, (k_cache, v_cache))
-
-
 def all_layers(problem, k_cache, v_cache, rest):
     """A step of a model: a scan over its layers, all of which live in the same buffers."""
 
@@ -217,21 +208,6 @@ def test_machine_code(kind, new_rows, target):
         new_rows == 1
     ):  # the rows are asked for before anything is waited for, or a token costs another trip
         assert not re.search(r"\b(EXIT|BRX|STG)\b", report.sass[: report.sass.rindex("LDG.E.128")])
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-@pytest.mark.parametrize("f", [step, many_steps, all_layers])
-@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
-def test_no_copy_of_a_cache(f, kind):
-    layers = 32 if f is all_layers else None
-    case = dataclasses.replace(LARGE, kind=kind, sequences=32, page_size=16, layers=layers)
-    if f is all_layers:
-        case = dataclasses.replace(case, sequences=64)
-    report = compiled(f, case, donate_argnums=(0, 1))
-    assert report.copies == 0
-    assert report.aliases == (2 * case.sequences if kind == "per_sequence" else 2)
-    assert report.launches == 1
 
 
 def public_loop(cache, k, v):
@@ -304,33 +280,6 @@ def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches, s
     text = mosaic.lower_for_cuda(functools.partial(step, case.problem), *shapes_of(case))
     assert text.count("stablehlo.custom_call @mosaic_gpu") == sizes
     assert text.count("call @_launch") == launches
-
-
-@pytest.mark.guards
-def test_layers_share_one_kernel():
-    """A model that unrolls its layers compiles one kernel, not one a layer: the layer is data."""
-
-    def unrolled(problem, k_cache, v_cache, rest):
-        for layer in range(4):
-            k_cache, v_cache = step(problem, k_cache, v_cache, rest._replace(layer=layer))
-        return k_cache, v_cache
-
-    case = dataclasses.replace(LARGE, layers=4)
-    text = mosaic.lower_for_cuda(functools.partial(unrolled, case.problem), *shapes_of(case))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-    assert text.count("call @_write_into") == 4
-
-
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.guards
-def test_config_checks_itself():
-    with pytest.raises(
-        ValueError, match=r"Config\.words must be 1 to 16: registers hold them, got 0"
-    ):
-        append_copy.Config(words=0)
-    assert append_copy.smem_bytes(LARGE.problem, append_copy.Config()) == 0
 
 
 # ---- on the GPU ----------------------------------------------------------------------------------

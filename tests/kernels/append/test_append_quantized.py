@@ -15,9 +15,9 @@ from pallas_attn._call.problem import AppendInputs, AppendProblem
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import quantize as append_quantize
 from pallas_attn.kernels.mma import scales
-from tests.caches.test_quantized import LARGEST, awkward_rows, quantized
 from tests.support import mosaic
 from tests.support.append_cases import assert_same_bytes, random_bits
+from tests.support.quantized import LARGEST, awkward_rows, quantized
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

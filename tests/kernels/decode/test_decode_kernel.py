@@ -320,19 +320,6 @@ def test_many_arrays_lower_in_time():
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-def layers_of_a_model(problem, config, inputs):
-    return [run(inputs._replace(layer=i), problem=problem, config=config) for i in range(4)]
-
-
-@pytest.mark.guards
-def test_layers_share_one_kernel():
-    case = large("per_sequence", 4, layers=4)
-    config = kernel.Config.default(case.problem)
-    call = functools.partial(layers_of_a_model, case.problem, config)
-    text = mosaic.lower_for_cuda(call, shapes_of(case))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
-
-
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -351,18 +338,6 @@ def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
         assert module.limit(problem) is None and _config.fits(module, problem, config)
         cuts.add(dataclasses.replace(config, stages=2))
     assert len(cuts) == 1
-
-
-@pytest.mark.parametrize(
-    "fields, want",
-    [
-        ({"q_rows": 5}, "q_rows must be 4, 8, 16, 32 or 64, got 5"),
-        ({"stages": 0}, "stages must be at least 1, got 0"),
-    ],
-)
-def test_the_portable_config_checks_itself(fields, want):
-    with pytest.raises(ValueError, match=rf"Config\.{want}"):
-        PORTABLE(**fields)
 
 
 def of_smallest(**changes) -> DecodeProblem:

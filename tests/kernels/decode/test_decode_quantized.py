@@ -1,6 +1,6 @@
 """The decode kernel over quantised caches: what it refuses, and its machine code. That it computes
-the right thing: tests/caches/test_quantized.py, test_decode_steps.py, the drawn problems of
-test_cases.py.
+the right thing: tests/kernels/test_every_kernel.py, tests/caches/test_decode_steps.py and
+tests/api/test_cases.py.
 """
 
 import dataclasses

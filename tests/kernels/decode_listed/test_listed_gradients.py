@@ -1,5 +1,5 @@
-"""Gradients of attention to listed rows by their kernel, against loops in float64, with NaN in all
-rows that no list names.
+"""Gradients of attention to listed rows by their kernel, against the definition in float64, NaN in
+all rows that no list names.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 from pallas_attn import FULL
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.kernels.decode_listed import gradients_sm90
-from tests.support import builds, mosaic
+from tests.support import definition, fuzz_listed, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -71,40 +71,21 @@ class Case:
         unnamed = ~np.isin(np.arange(self.keys), rows)
         k[unnamed] = v[unnamed] = np.nan
         d_out[-1, 0] = np.nan
-        out, lse = np.zeros_like(d_out), np.full((self.rows, self.heads), -np.inf, np.float32)
-        for r, line in enumerate(rows):
-            if (line >= 0).any():
-                p, lse[r], _ = self.probabilities(q[r], k[line[line >= 0]])
-                out[r] = p @ v[line[line >= 0]].astype(np.float64)
-        d_lse = rng.standard_normal(lse.shape).astype(np.float32)
-        arrays = q, k, v, rows.astype(np.int32), out, lse, d_out, d_lse
-        return ListedResiduals(*map(jnp.asarray, arrays))
+        d_lse = rng.standard_normal((self.rows, self.heads)).astype(np.float32)
+        arrays = q, k, v, rows.astype(np.int32), d_out, d_lse, d_out, d_lse
+        right = self.wanted(ListedResiduals(*arrays))
+        out, lse = right["out"][0].astype(d_out.dtype), np.float32(right["lse"][0].T)
+        return ListedResiduals(*map(jnp.asarray, (*arrays[:4], out, lse, d_out, d_lse)))
 
-    def probabilities(self, q, k):
-        """P, the log-sum-exp, and the slope of the logits."""
-        s = q.astype(np.float64) @ k.astype(np.float64).T * self.problem.scale
-        bent, slope = s, self.problem.scale
-        if self.softcap is not None:
-            bent = self.softcap * np.tanh(s / self.softcap)
-            slope = slope * (1 - (bent / self.softcap) ** 2)
-        lse = np.log(np.exp(bent).sum(-1))
-        return np.exp(bent - lse[:, None]), lse, slope
-
-    def wanted(self, residuals):
-        """dq, dk and dv, one list after the other."""
-        q, k, v, rows, _, _, d_out, d_lse = (np.asarray(x) for x in residuals)
-        dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
-        for r, line in enumerate(rows):
-            at = line[line >= 0]
-            if not at.size:
-                continue
-            p, _, slope = self.probabilities(q[r], k[at])
-            dp = d_out[r].astype(np.float64) @ v[at].astype(np.float64).T
-            ds = p * (dp - (p * dp).sum(-1, keepdims=True) + d_lse[r][:, None]) * slope
-            dq[r] = ds @ k[at].astype(np.float64)
-            np.add.at(dk, at, ds.T @ q[r].astype(np.float64))
-            np.add.at(dv, at, p.T @ d_out[r].astype(np.float64))
-        return dq, dk, dv
+    def wanted(self, residuals: ListedResiduals) -> dict[str, np.ndarray]:
+        """Results and gradients by definition, each key as often as a list names it."""
+        q, k, v, rows, _, _, d_out, d_lse = (
+            np.nan_to_num(np.asarray(x, np.float64)) for x in residuals
+        )
+        times = fuzz_listed.times_of(rows[None, None].astype(int), self.keys)
+        arrays = {"q": q[None], "k": k[None, :, None], "v": v[None, :, None]}
+        arrays |= fuzz_listed.written_out(times, self.heads)
+        return definition.attention(arrays, d_out[None], d_lse.T[None], softcap=self.softcap)
 
 
 CASES = {
@@ -118,36 +99,23 @@ def check(case: Case, **config) -> None:
     residuals, problem = case.residuals(), case.problem
     config = gradients_sm90.Config(**config)
     run = functools.partial(gradients_sm90.run, problem=problem, config=config)
-    for got, want in zip(jax.jit(run)(residuals), case.wanted(residuals), strict=True):
+    wanted = case.wanted(residuals)
+    for got, name in zip(jax.jit(run)(residuals), ("dq", "dk", "dv"), strict=True):
+        want = wanted[name][0].reshape(got.shape)
         np.testing.assert_allclose(
             np.asarray(got, np.float64), want, atol=0.012 * np.abs(want).max()
         )
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
+def test_cases(name, where):
     """One block: consumers take rows in turn."""
-    with mosaic.interpret():
+    with where():
         check(CASES[name], grid=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_the_gpu(name):
-    check(CASES[name], grid=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [Case(300, 16, 700, 200, (128, 128))], ids=["many"])
 def test_many_lists_on_the_gpu(case):
     check(case)
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-def test_machine_code():
-    """Nothing is spilled."""
-    build = builds.BUILDS["decode_listed/sm90/gradients"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
-    assert report.launches == 1 and report.spill_bytes == 0

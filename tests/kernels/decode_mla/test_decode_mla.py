@@ -129,23 +129,6 @@ def compiled(q, cache):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("kind", ["stacked", "paged"])
-@pytest.mark.parametrize("heads", [128, 16])
-def test_machine_code(kind, heads):
-    """One launch, no copies; a few scalars are spilled, and no matmul waits for another."""
-    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
-    create = {
-        "stacked": lambda: pa.StackedCache.create(32, 8192, **sizes),
-        "paged": lambda: pa.PagedCache.create(32, 128 * 32, 64, capacity=8192, **sizes),
-    }
-    q = jax.ShapeDtypeStruct((32, 1, heads, 576), jnp.bfloat16)
-    report = mosaic.compile_for(compiled, q, jax.eval_shape(create[kind]))
-    assert (report.launches, report.copies) == (1, 0)
-    assert report.spill_bytes <= (256 if heads > 32 else 0)
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
 def test_machine_code_of_one_long_sequence():
     """A launch more, which combines the partials."""
     sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
@@ -154,17 +137,6 @@ def test_machine_code_of_one_long_sequence():
     report = mosaic.compile_for(compiled, q, cache)
     assert (report.launches, report.copies) == (2, 0)
     assert report.spill_bytes <= 64
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-@pytest.mark.parametrize("target", ["a100", "sm89"])
-def test_machine_code_of_the_portable_kernel(target):
-    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
-    cache = jax.eval_shape(lambda: pa.PagedCache.create(32, 4096, 64, capacity=8192, **sizes))
-    q = jax.ShapeDtypeStruct((32, 1, 16, 576), jnp.bfloat16)
-    report = mosaic.compile_for(compiled, q, cache, target=target)
-    assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
 
 
 def test_tiles_of_the_portable_kernel():

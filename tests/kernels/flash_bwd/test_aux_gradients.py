@@ -3,228 +3,63 @@ races watched and, with `-m gpu`, on the real thing, beside dS by hand, added up
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn import CAUSAL, FULL, sliding_window
 from pallas_attn._call import config
-from tests.support import budget, subjects, tolerance
+from tests.support import fuzz, subjects
+from tests.support.fuzz_derivatives import Learned, learned_inputs, run_learned, with_learned
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 
-def t5(s, b, h, q, kv, table):
-    """Exact buckets near the diagonal, then buckets of 16, as T5's grow."""
-    far = jnp.maximum(q - kv, 0)
-    return s + table[h, jnp.minimum(jnp.where(far < 16, far, 15 + far // 16), 23)]
+def case(terms: str, q_len: int = 150, kv_len: int = 150, **fields) -> Learned:
+    """`terms`: what is added to scores, in tests/support/fuzz_derivatives.py."""
+    sizes = {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "mask": CAUSAL} | fields
+    sizes |= {"q_len": q_len, "kv_len": kv_len}
+    return Learned("learned", v_head_dim=sizes["head_dim"], terms=tuple(terms.split()), **sizes)
 
 
-def both_ways(s, b, h, q, kv, table):
-    far = jnp.abs(q - kv)
-    return s + table[jnp.where(q < kv, 8, 0) + jnp.minimum(far // 4, 7), h]
-
-
-def alibi(s, b, h, q, kv, slopes):
-    return s - slopes[h] * (q - kv)
-
-
-def of_times(s, b, h, q, kv, slopes):
-    """Integers that no float32 holds, whose difference one does."""
-    begin = 1_700_000_000
-    return s - slopes[h] * ((q + begin) - (kv + begin))
-
-
-def number(s, b, h, q, kv, rate):
-    return s + rate[0] * jnp.abs(q - kv)
-
-
-def of_keys(s, b, h, q, kv, x):
-    return s + x[b, kv]
-
-
-def of_rows(s, b, h, q, kv, x):
-    return s + x[h, q] * (kv & 1)
-
-
-def of_both(s, b, h, q, kv, table, slopes):
-    return t5(s, b, h, q, kv, table) - slopes[h] * (q - kv)
-
-
-def of_every_distance(s, b, h, q, kv, table):
-    return s + table[q - kv + 300]
-
-
-class Function:
-    """A score function, the shapes of its arrays, and its reads: (array, shape by b, h, q, kv)."""
-
-    def __init__(self, f: Callable[..., Any], *shapes: tuple[int, ...]):
-        self.f, self.shapes = f, shapes
-
-
-FUNCTIONS = {
-    "t5": Function(t5, (4, 24)),
-    "both_ways": Function(both_ways, (16, 4)),
-    "alibi": Function(alibi, (4,)),
-    "of_times": Function(of_times, (4,)),
-    "number": Function(number, (1,)),
-    "of_keys": Function(of_keys, (2, 200)),
-    "of_rows": Function(of_rows, (4, 200)),
-    "of_both": Function(of_both, (4, 24), (4,)),
-    "of_every_distance": Function(of_every_distance, (600,)),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call."""
-
-    function: str
-    mask: Mask = CAUSAL
-    sizes: tuple[int, int] = (150, 150)  # T and S
-    batch: int = 2
-    heads: int = 4  # functions read as many, or more
-    kv_heads: int = 2
-    dim: int = 32
-    dtype: str = "bfloat16"
-    aux_dtype: str = "float32"
-    q_offset: Any = 0
-    kv_lengths: tuple[int, ...] | None = None
-    sinks: bool = False
-    bias: bool = False
-    deterministic: bool = False
-
-
+OF_EACH = {"kv_heads": 4}  # query heads of which each has a kv head
 CASES = {
-    "t5": Case("t5"),
-    "t5_lengths": Case("t5", sizes=(70, 190), q_offset=120, kv_lengths=(130, 190)),
-    "t5_window": Case("t5", sliding_window(40), kv_heads=4, aux_dtype="bfloat16"),
-    "offsets": Case("both_ways", FULL, (70, 130), q_offset=(0, 33)),
-    "t5_far": Case("t5", sizes=(420, 420), kv_heads=4),
-    "both_ways_far": Case("both_ways", FULL, (300, 420), kv_heads=4),
-    "alibi": Case("alibi", kv_heads=4),
-    "alibi_grouped": Case("alibi", sinks=True),
-    "alibi_bits": Case("alibi", deterministic=True, kv_heads=4, dim=72),
-    "of_times": Case("of_times", sizes=(70, 70), kv_heads=4),
-    "number": Case("number", FULL, (70, 150), kv_heads=4),
-    "of_keys": Case("of_keys", FULL, (70, 200)),
-    "of_rows": Case("of_rows", sizes=(200, 150)),
-    "of_both": Case("of_both", bias=True),
-    "of_every_distance": Case("of_every_distance", FULL, (130, 260)),
-    "float32": Case("t5", dtype="float32"),
-    "wide": Case("alibi", dim=160, sizes=(70, 70), kv_heads=4),
+    "t5": case("buckets"),
+    "t5_lengths": case("buckets", 70, 190, q_offset=120, kv_lengths=(130, 190)),
+    "t5_window": case("buckets", mask=sliding_window(40), aux_dtype="bfloat16", **OF_EACH),
+    "offsets": case("both_ways", 70, 130, mask=FULL, q_offset=(0, 33)),
+    "t5_far": case("buckets", 420, 420, **OF_EACH),
+    "both_ways_far": case("both_ways", 300, 420, mask=FULL, **OF_EACH),
+    "alibi": case("slopes", **OF_EACH),
+    "alibi_grouped": case("slopes", sinks=True),
+    "alibi_bits": case("slopes", deterministic=True, head_dim=72, **OF_EACH),
+    "of_times": case("times", 70, 70, **OF_EACH),
+    "number": case("distance", 70, 150, mask=FULL, **OF_EACH),
+    "of_keys": case("keys", 70, 200, mask=FULL),
+    "of_rows": case("rows", 200, 150),
+    "of_both": case("buckets slopes", bias_shape=(1, 4, 150, 150), alone=True),
+    "of_every_distance": case("offsets", 130, 260, mask=FULL),
+    "float32": case("buckets", dtype="float32"),
+    "wide": case("slopes", 70, 70, head_dim=160, **OF_EACH),
 }
 
 
-def small(name):
-    """A case for the interpreter, whose time is that of its tiles: one batch row where all are
-    alike, and half the heads.
+def interpreted(name: str, generation: str) -> None:
+    """In the interpreter, whose time is that of its tiles: one batch row where all are alike, and
+    half the heads.
     """
     case = CASES[name]
     alike = case.kv_lengths is None and isinstance(case.q_offset, int) and name != "of_keys"
-    fewer = {"heads": case.heads // 2, "kv_heads": case.kv_heads // 2, "batch": 1 if alike else 2}
-    return dataclasses.replace(case, **fewer)
-
-
-def drawn(case):
-    """(floats that have gradients, other arguments, the cotangent of out)"""
-    rng, (rows, keys) = np.random.default_rng(3), case.sizes
-    sizes = dict.fromkeys(("q", "do"), (case.batch, rows, case.heads, case.dim))
-    sizes |= dict.fromkeys("kv", (case.batch, keys, case.kv_heads, case.dim))
-    arrays = {name: jnp.asarray(rng.standard_normal(x), case.dtype) for name, x in sizes.items()}
-    for n, shape in enumerate(FUNCTIONS[case.function].shapes):
-        scale = 0.05 if case.function in ("alibi", "of_times", "number") or n else 0.5
-        arrays[f"aux{n}"] = jnp.asarray(scale * rng.standard_normal(shape), case.aux_dtype)
-    rest = {"mask": case.mask, "q_offset": case.q_offset, "deterministic": case.deterministic}
-    if case.kv_lengths is not None:
-        rest["kv_lengths"] = jnp.asarray(case.kv_lengths, jnp.int32)
-    if not isinstance(case.q_offset, int):
-        rest["q_offset"] = jnp.asarray(case.q_offset, jnp.int32)
-    if case.sinks:
-        arrays["sinks"] = jnp.asarray(rng.standard_normal(case.heads), jnp.float32)
-    if case.bias:
-        bias = rng.standard_normal((1, case.heads, rows, keys))
-        rest["bias"] = jnp.asarray(bias, jnp.float32)
-    return arrays, rest, arrays.pop("do")
-
-
-def attend(case, rest, floats, implementation):
-    floats = dict(floats)
-    aux = [floats.pop(f"aux{n}") for n in range(len(FUNCTIONS[case.function].shapes))]
-    score = pa.score_fn(FUNCTIONS[case.function].f, *aux)
-    return pa.flash_attention(**floats, **rest, score=score, implementation=implementation)
-
-
-def gradients(case, rest, floats, do, implementation):
-    run = functools.partial(attend, case, rest, implementation=implementation)
-    return jax.vjp(run, floats)[1](do)[0]
-
-
-def positions(case):
-    rows, keys = case.sizes
-    b, h, q, kv = np.ogrid[: case.batch, : case.heads, :rows, :keys]
-    offset = np.asarray(case.q_offset).reshape(-1, 1, 1, 1)
-    return tuple(jnp.asarray(x, jnp.int32) for x in (b, h, q + offset, kv))
-
-
-@functools.lru_cache(maxsize=8)  # neighbours run one case with several Configs
-def by_hand(case):
-    """{name: gradient} by the oracle's dS, and by the naive one's."""
-    floats, rest, do = drawn(case)
-    function, at = FUNCTIONS[case.function], positions(case)
-    aux = [floats.pop(f"aux{n}").astype(jnp.float32) for n in range(len(function.shapes))]
-    full = (case.batch, case.heads, *case.sizes)
-    add = lambda *aux: function.f(jnp.zeros((1,) * 4), *at, *aux)  # noqa: E731
-    with jax.numpy_dtype_promotion("standard"):
-        score, pull = jax.vjp(lambda *aux: jnp.broadcast_to(add(*aux), full), *aux)
-    bias = np.asarray(score) + np.asarray(rest.pop("bias", 0.0))
-    rest.pop("deterministic")
-    expected = budget.attention(floats | rest | {"bias": bias}, do, tensor_cores=True)
-
-    def summed(ds):
-        return [np.asarray(x, np.float64) for x in pull(jnp.asarray(ds, jnp.float32))]
-
-    return summed(expected.oracle["dbias"]), summed(expected.naive["dbias"])
-
-
-def check(case, got):
-    """Within four times the naive error of any element of the array, of which there are few, and a
-    rounding.
-    """
-    oracle, naive = by_hand(case)
-    for n, (want, plain) in enumerate(zip(oracle, naive, strict=True)):
-        mine = np.asarray(got[f"aux{n}"], np.float64)
-        assert mine.shape == want.shape
-        eps = float(jnp.finfo(case.aux_dtype).eps)
-        error, most = np.abs(plain - want).max(), np.abs(want).max()
-        allowed = tolerance.allowed(2 * error, eps * most + 1e-5 * most)
-        assert allowed < 0.3 * np.sqrt((want**2).mean()) or want.size == 1, "proves nothing"
-        assert np.abs(mine - want).max() <= allowed, (np.abs(mine - want).max(), allowed, most)
-
-
-def computed(case, generation):
-    floats, rest, do = drawn(case)
+    fewer = {"q_heads": 2, "kv_heads": case.kv_heads // 2, "batch": 1 if alike else 2}
+    if case.bias_shape is not None:
+        fewer["bias_shape"] = (1, 2, *case.bias_shape[2:])
     subject = subjects.Subject("interpreted", generation, generation)
-
-    def run(floats, rest, do, implementation):
-        return gradients(case, rest | static, floats, do, implementation)
-
-    static = {name: rest.pop(name) for name in ("mask", "deterministic")}
-    if isinstance(rest["q_offset"], int):
-        static["q_offset"] = rest.pop("q_offset")
-    return subject.call(run, floats, rest, do)
+    fuzz.prove(run_learned, dataclasses.replace(case, **fewer), subject)
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("t5", "t5_far", "alibi")])
 def test_hopper_interpreted(name):
-    check(small(name), computed(small(name), "sm90"))
+    interpreted(name, "sm90")
 
 
 @pytest.mark.guards
@@ -242,28 +77,23 @@ def test_sums_of_keys_interpreted(name, changes):
     configuration = {"kernel": "flash_bwd_sm90", "grid": 3} | changes
     kernel = configuration.pop("kernel")
     with config.forced(kernel, configuration), config.watched() as choices:
-        results = computed(small(name), "sm90")
+        interpreted(name, "sm90")
     assert choices[-1].kernel == kernel
-    check(small(name), results)
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("name", ["t5_lengths", "alibi_grouped", "of_rows", "float32", "wide"])
 def test_portable_interpreted(name):
-    check(small(name), computed(small(name), "sm80"))
+    interpreted(name, "sm80")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name, implementation):
-    case = CASES[name]
-    floats, rest, do = drawn(case)
-    run = functools.partial(gradients, case, rest, implementation=implementation)
-    got = jax.block_until_ready(jax.jit(run)(floats, do))
-    check(case, got)
+    """Bits repeat where the case asks for it."""
+    case, subject = CASES[name], subjects.Subject("gpu", implementation)
+    fuzz.prove(run_learned, case, subject)
     if case.deterministic:
-        again = jax.block_until_ready(jax.jit(run)(floats, do))
-        assert all(
-            bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (got, again)), strict=True)
-        )
+        arguments, _ = learned_inputs(case, 0)
+        fuzz.same_bits(*(subject.call(with_learned, **arguments) for _ in range(2)))

@@ -415,12 +415,6 @@ def test_query_tiles_of_128_lag_one_step():
         kernel.Config(block_q=128, dq_lag=2)
 
 
-def test_the_portable_config_checks_itself():
-    want = r"Config\.columns must be 0; or a multiple of 16 with dq_block_kv if kv_blocks and"
-    with pytest.raises(ValueError, match=want):
-        PORTABLE(columns=64)
-
-
 def test_the_window_kernel_is_for_short_causal_windows():
     refused = sm90_window.limit(problem_of(case_named("h128_full_b2_t8192_n16")))
     assert refused and "causal windows of up to 129 keys" in str(refused)

@@ -7,7 +7,7 @@ import pytest
 from pallas_attn.kernels.flash_bwd import sm90_group_window as kernel
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_group_window import windowed
-from tests.support import builds, mosaic
+from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -49,21 +49,3 @@ def test_many_chunks_of_a_long_sequence_are_counted_in_32_bits():
     assert plan.chunks * plan.tiles < 2**31
     walk = kernel.chunk_walk(plan, jnp.int32(plan.chunks - 1))
     assert int(walk.begin) + int(walk.own) == plan.tiles and int(walk.own) >= 1
-
-
-# Bytes that a kernel stores at most, where not none
-SPILLED = {"flash_bwd_group_window_sm90": 192}
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-@pytest.mark.parametrize("name, launches", [("flash_fwd", 1), ("flash_bwd", 3)])
-def test_compiles_without_serialised_matmuls(name, launches):
-    build = builds.BUILDS[f"{name}/sm90/h64_group_window"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
-    names = [one_kernel.name for one_kernel in report.kernels]
-    own = [name for name in names if "statistics" not in name]
-    assert len(names) == launches and all("group_window" in name for name in own)
-    for one_kernel in report.kernels:
-        most = SPILLED.get(one_kernel.name.partition("_mosaic_gpu")[0], 0)
-        assert one_kernel.spill_bytes <= most, one_kernel.name

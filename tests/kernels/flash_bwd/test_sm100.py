@@ -8,12 +8,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import pallas_attn as pa
 from pallas_attn import CAUSAL, sliding_window
-from pallas_attn._call import device, dispatch
+from pallas_attn._call import dispatch
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.flash_bwd import sm100 as kernel
 from pallas_attn.kernels.lang import mosaic as lang
@@ -24,8 +22,9 @@ from tests.kernels.flash_bwd.test_flash_bwd import (
     run,
 )
 from tests.kernels.flash_fwd.test_flash_fwd import arguments_of, shape_of, small
-from tests.kernels.flash_fwd.test_sm100 import FUNCTIONS, LONG, case
-from tests.support import aot, mosaic
+from tests.kernels.flash_fwd.test_sm100 import LONG, case
+from tests.support import aot, fuzz, fuzz_positions, mosaic, subjects
+from tests.support.fuzz_derivatives import Learned, run_learned
 from tests.support.problems.case import AttentionCase
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -58,46 +57,27 @@ def test_interpreted(name):
         check(*INTERPRETED[name])
 
 
-def gradients(arguments: dict, implementation: str) -> list:
-    """Gradients of q, k and v through out and the log-sum-exp."""
-    arguments, floats = dict(arguments), [arguments[name] for name in "qkv"]
-
-    def loss(q, k, v):
-        out, lse = pa.flash_attention_with_lse(
-            **arguments | {"q": q, "k": k, "v": v}, implementation=implementation
-        )
-        weights = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape) % 7 - 3
-        return (out.astype(jnp.float32) * weights).sum() + jnp.where(lse > -1e9, lse, 0).sum()
-
-    return jax.grad(loss, (0, 1, 2))(*floats)
+BLACKWELL = subjects.Subject("blackwell", "sm100", "sm100")
+SIZES = {"q_heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64}
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_positions(name):
-    arguments = case(300, 300, 64).arguments() | FUNCTIONS[name]
-    with device.assume("sm100"), mosaic.interpret():
-        got = gradients(arguments, "sm100")
-    for x, y in zip(got, gradients(arguments, "reference"), strict=True):
-        x, y = (np.asarray(a, np.float32) for a in (x, y))
-        assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()
+@pytest.mark.parametrize("name, fields", [
+    ("blocks", {"terms": (("and", "blocks"),)}),
+    ("documents", {"terms": (("and", "documents"),), "mask": CAUSAL}),
+    ("slopes", {"added": "linear", "mask": CAUSAL}),
+])  # fmt: skip
+def test_functions_of_positions(name, fields):
+    """Results and gradients."""
+    drawn = fuzz_positions.Case(name, 1, 300, 300, **SIZES, **fields)
+    fuzz.prove(fuzz_positions.run, drawn, BLACKWELL)
 
 
 @pytest.mark.guards
 def test_a_learned_score():
     """The portable walk makes the gradient of a score function's array."""
-    arguments = case(130, 200, 64, mask=CAUSAL, q_offset=70).arguments()
-
-    def loss(slopes, implementation):
-        score = pa.score_fn(lambda s, b, h, q, kv, m: s + m[h] * (kv - q), slopes)
-        out = pa.flash_attention(**arguments, score=score, implementation=implementation)
-        weights = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape) % 7 - 3
-        return (out.astype(jnp.float32) * weights).sum()
-
-    slopes = jnp.asarray([0.1, 0.02])
-    with device.assume("sm100"), mosaic.interpret():
-        got = jax.grad(loss)(slopes, "sm100")
-    np.testing.assert_allclose(got, jax.grad(loss)(slopes, "reference"), 0.02)
+    learned = Learned("learned", 1, 130, 200, **SIZES, mask=CAUSAL, q_offset=70)
+    fuzz.prove(run_learned, learned, BLACKWELL)
 
 
 @pytest.mark.guards

@@ -22,7 +22,7 @@ from pallas_attn.masks import CAUSAL, FULL, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, default_of, problem_of
 from tests.kernels.flash_fwd.test_claims import count_claims, decoded, of, plain
 from tests.kernels.flash_fwd.test_flash_fwd import arguments_of, case_named, small
-from tests.support import builds, mosaic
+from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -328,14 +328,3 @@ def compare(got, want, same_bits):
         assert (np.abs(x - w) <= 2**-7 * np.abs(w) + least).all(), name
         if name in same_bits:
             np.testing.assert_array_equal(x, want[name])
-
-
-@pytest.mark.machine_code
-@pytest.mark.guards
-@pytest.mark.parametrize("name", ["h128_long", "h128_claims", "h128_turns", "h128_turns_causal"])
-def test_compiles_without_serialised_matmuls(name):
-    """With about as many spills as in the order of a table."""
-    build = builds.BUILDS[f"flash_bwd/sm90/{name}"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
-    (kernel,) = (x for x in report.kernels if x.name.startswith("flash_bwd_sm90"))
-    assert kernel.spill_bytes <= 200

@@ -401,21 +401,6 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
             assert need <= kernel.SMEM_LIMIT
 
 
-# ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "want"),
-    [
-        ({"columns": 64}, "columns must be 0; or a multiple of 16 if row_blocks is 1 and q is in"),
-        ({"columns_before_v": 8}, "columns_before_v must be a multiple of 16, got 8"),
-    ],
-)
-def test_the_portable_config_checks_itself(changes, want):
-    with pytest.raises(ValueError, match=rf"Config\.{want}"):
-        PORTABLE(**changes)
-
-
 # ---- the schedule -------------------------------------------------------------------------------
 
 

@@ -17,9 +17,9 @@ from pallas_attn.kernels.flash_fwd import float8_values, sm80_float8
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import wgmma_float8
 from pallas_attn.masks import CAUSAL, FULL
-from tests.support import budget, mosaic, subjects
+from tests.support import budget, fuzz, fuzz_float8, mosaic, subjects
 from tests.support import operations as support
-from tests.support.float8_cases import CASES, case_of, draw
+from tests.support.float8_cases import CASES, draw
 from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -31,9 +31,7 @@ HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
 
 
 def check(subject, name):
-    arguments, finite = case_of(name)
-    got = subject.call(by_name.flash_attention_with_lse, **arguments)
-    budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(finite))
+    fuzz.prove(fuzz_float8.run, CASES[name], subject)
 
 
 @pytest.mark.guards

@@ -15,122 +15,34 @@ from pallas_attn import masks
 from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
 from pallas_attn.kernels.attention import tile_lists
-from tests.support import budget, in_numpy, subjects
+from tests.support import fuzz, fuzz_positions, in_numpy, subjects
+from tests.support.fuzz_positions import Case
 from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SIZES = {"batch": 2, "q_len": 137, "kv_len": 149, "q_heads": 2, "kv_heads": 1}
 SIZES |= {"head_dim": 64, "v_head_dim": 64}
-DRAW = np.random.default_rng(11)
-IDS = np.sort(DRAW.integers(0, 3, (2, 600)), axis=1).astype(np.int32)
-SIGNS = DRAW.integers(0, 2, (4, 1200)).astype(bool)
-TABLE = DRAW.standard_normal((4, 1200)).astype(np.float32)
-SLOPES = (0.5 ** np.arange(4)).astype(np.float32)
-# Tiles of 128 keys of the first 128 queries are seen in part, and of the others whole or not.
-BLOCKS = np.bool([[1, 0, 1], [0, 1, 1], [1, 1, 0]])[:, np.arange(10) % 3]
-BLOCKS = np.concatenate([BLOCKS, BLOCKS[:, ::-1], BLOCKS])
+MASKS = tuple(
+    ["causal", "documents", "signs", "blocks", "batch", "distant", "narrow", "tiles", "nothing"]
+)
 
 
-BYTES = DRAW.integers(-128, 128, 600).astype(np.int8)
-UNSIGNED = DRAW.integers(0, 2**32, 600).astype(np.uint32)
-HALF = jnp.asarray(DRAW.standard_normal(600), jnp.bfloat16)
+def case_of(mask, score, **facts):
+    """`mask`, `score`: names of tests/support/fuzz_positions.py."""
+    terms = () if mask is None else (("and", mask),)
+    facts = {"mask": pa.CAUSAL if mask == "documents" else pa.FULL} | facts
+    return Case("functions", **(SIZES | facts), terms=terms, added=score)
 
 
-def narrow(b, h, q, kv, x, y):
-    """Each term in arithmetic that numbers of another type would do otherwise."""
-    captured = jnp.asarray(BYTES)
-    return (x[q] + x[kv] > 0) ^ (y[q] - y[kv] < y[kv]) ^ (captured[q] > captured[kv])
+def mask_of(name, q_len, kv_len):
+    case = case_of(name, None, q_len=q_len, kv_len=kv_len)
+    return fuzz_positions.functions(case, fuzz_positions.arrays_of(case, 1))["mask"]
 
 
-def of_keys(q_len, kv_len):
-    middle = q_len
-    return {
-        "causal": pa.mask_fn(lambda b, h, q, kv: q >= kv),
-        "documents": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], IDS) & pa.CAUSAL,
-        "signs": pa.mask_fn(lambda b, h, q, kv, t: t[h, q - kv + middle], SIGNS),
-        "blocks": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2)),
-        "batch": pa.mask_fn(lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64)),
-        "distant": pa.mask_fn(lambda b, h, q, kv: kv % 16 == q % 16) & ~pa.Mask(3, 3),
-        "narrow": pa.mask_fn(narrow, BYTES, UNSIGNED),
-        "table": pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64], BLOCKS),
-        "nothing": pa.mask_fn(lambda b, h, q, kv: q < -kv - 10),
-    }
-
-
-def of_scores(q_len, kv_len):
-    middle = q_len
-
-    def alibi(s, b, h, q, kv, slope):
-        return s - slope[h] * jnp.abs(q - kv)
-
-    def linear(s, b, h, q, kv, slope):
-        return 0.25 * q - slope[h] * (q - kv) + s
-
-    def capped(s, b, h, q, kv, t):
-        return 20 * jnp.tanh(s / 20) + t[h, q - kv + middle]
-
-    return {
-        "alibi": pa.score_fn(alibi, SLOPES),
-        "linear": pa.score_fn(linear, SLOPES),
-        "table": pa.score_fn(capped, TABLE),
-    }
-
-
-def biased(name, case):
-    """The dense arguments that stand for a score function."""
-    at = case.q_offset + np.arange(case.q_len)[:, None] - np.arange(case.kv_len)[None]
-    heads = slice(None, case.q_heads)
-    if name == "alibi":
-        return {"bias": (-SLOPES[heads, None, None] * abs(at)[None])[None]}
-    if name == "linear":
-        row = 0.25 * (case.q_offset + np.arange(case.q_len, dtype=np.float32))[:, None]
-        return {"bias": (row - SLOPES[heads, None, None] * at[None]).astype(np.float32)[None]}
-    return {"softcap": 20.0, "bias": TABLE[heads][:, at + case.q_len][None]}
-
-
-def asked(case, function, score, seed, gradients):
-    """The arguments of the call, the results of the same with dense arrays, and a cotangent."""
-    sizes = case.q_len, case.kv_len
-    arguments = case.arguments(seed)
-    options = dict(arguments)
-    dense = {name: x for name, x in arguments.items() if name != "deterministic"}
-    if function is not None:
-        options["mask"] = of_keys(*sizes)[function]
-        seen = options["mask"].dense(
-            *sizes, q_offset=case.q_offset, batch=case.batch, heads=case.q_heads
-        )
-        seen = seen & np.asarray(dense.get("mask_array", True))
-        dense |= {"mask": pa.FULL, "mask_array": seen}
-    if score is not None:
-        options["score"] = of_scores(*sizes)[score]
-        own, by_score = dense.get("bias", np.float32(0)), biased(score, case)
-        dense |= by_score | {"bias": by_score["bias"] + np.asarray(own, np.float32)}
-    do = np.random.default_rng(seed).standard_normal((*arguments["q"].shape[:3], case.v_head_dim))
-    do = jnp.asarray(do, case.dtype) if gradients else None
-    return options, budget.attention(dense, do, tensor_cores=True), do
-
-
-def check(subject, function, score, seed=0, gradients=True, **facts):
-    """A call with functions against one with dense arrays, by budget."""
-    case = cases.AttentionCase(name="functions", **(SIZES | facts))
-    with in_numpy.on_the_host():
-        options, expected, do = asked(case, function, score, seed, gradients)
-    q, k, v = (options.pop(name) for name in "qkv")
-    bias = options.pop("bias", None)
-
-    def call(q, k, v, bias, *, implementation, **options):
-        attend = functools.partial(
-            pa.flash_attention_with_lse, implementation=implementation, **options
-        )
-        if not gradients:
-            return dict(zip(("out", "lse"), attend(q, k, v, bias=bias), strict=True))
-        (out, lse), back = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), q, k, v, bias)
-        names = ("out", "lse", "dq", "dk", "dv", *["dbias"] * (bias is not None))
-        grads = back((do, jnp.zeros_like(lse)))[: len(names) - 2]
-        return dict(zip(names, (out, lse, *grads), strict=True))
-
-    budget.check(subject.call(call, q, k, v, bias, **options), expected)
+def check(subject, mask, score, **facts):
+    """A call with functions, and its gradients, against one with dense arrays."""
+    fuzz.prove(fuzz_positions.run, case_of(mask, score, **facts), subject)
 
 
 def subject_of(generation, interpreted):
@@ -142,19 +54,19 @@ def subject_of(generation, interpreted):
     [
         *(("sm90", "documents", "table"), ("sm80", "signs", None)),
         *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
-        ("sm90", "table", None),
+        ("sm90", "tiles", None),
     ],
 )
 def test_in_the_interpreter(generation, mask, score):
     few = mask in ("nothing", "narrow") or score == "linear"
-    facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
-    check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+    facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {"bent": score == "table"}
+    check(subject_of(generation, True), mask, score, **facts)
 
 
 def test_a_mask_of_keys_beside_a_function_in_the_interpreter():
     """Lists decide which kv tiles are taken, not the mask's own."""
     facts = {"q_len": 17, "kv_len": 75, "batch": 2, "mask_shape": (2, 1, 1, 75)}
-    check(subject_of("sm90", True), "causal", None, gradients=False, **facts)
+    check(subject_of("sm90", True), "causal", None, **facts)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -193,8 +105,9 @@ def test_slopes_must_be_finite():
 def test_arithmetic_of_any_width_lowers():
     case = cases.AttentionCase(name="narrow", **(SIZES | {"batch": 1}))
     q, k, v = (case.arguments(0)[name] for name in "qkv")
-    half = pa.mask_fn(lambda b, h, q, kv, z: jnp.exp(z[q]) + jnp.tanh(z[kv]) > z[h], HALF)
-    attend = functools.partial(pa.flash_attention, mask=of_keys(1, 1)["narrow"] & half)
+    numbers = jnp.zeros(600, jnp.bfloat16)
+    half = pa.mask_fn(lambda b, h, q, kv, z: jnp.exp(z[q]) + jnp.tanh(z[kv]) > z[h], numbers)
+    attend = functools.partial(pa.flash_attention, mask=mask_of("narrow", 1, 1) & half)
     with device.assume("sm90"):
         jax.jit(attend).trace(q, k, v).lower(lowering_platforms=("cuda",))
 
@@ -229,14 +142,13 @@ def test_a_function_of_one_number_lowers(asks):
         jax.jit(decode).trace(new, cache).lower(lowering_platforms=("cuda",))
 
 
-MASKS = tuple(of_keys(1, 1))
 EVERYWHERE = [
     *((mask, None, {}) for mask in MASKS),
-    ("documents", "table", {}),
+    ("documents", "table", {"bent": True}),
     (None, "alibi", {"mask": pa.CAUSAL}),
-    ("documents", "linear", {}),
-    (None, "linear", {"mask": pa.CAUSAL, "q_offset": 9}),
-    (None, "table", {}),
+    ("documents", "of_rows", {}),
+    (None, "of_rows", {"mask": pa.CAUSAL, "q_offset": 9}),
+    (None, "table", {"bent": True}),
     ("signs", None, {"q_offset": 9}),
     ("blocks", None, {"kv_lengths": (130, 7), "q_lengths": (137, 50)}),
     ("blocks", "alibi", {"segments": 2, "kv_segments": 2}),
@@ -259,9 +171,7 @@ EVERYWHERE = [
 )
 def test_functions_on_the_gpu(generation, number, dtype):
     mask, score, facts = EVERYWHERE[number]
-    gradients = dtype == "bfloat16" or number % 4 < 2
-    subject = subject_of(generation, False)
-    check(subject, mask, score, seed=number, gradients=gradients, dtype=dtype, **facts)
+    check(subject_of(generation, False), mask, score, dtype=dtype, **facts)
 
 
 @pytest.mark.gpu
@@ -315,7 +225,7 @@ def kinds_of(seen, by_keys):
 @pytest.mark.parametrize("name", MASKS)
 def test_lists_are_those_of_the_dense_mask(name, by_keys):
     case = cases.AttentionCase(name="tiles", **(SIZES | {"q_len": 150, "kv_len": 197}))
-    mask = of_keys(case.q_len, case.kv_len)[name]
+    mask = mask_of(name, case.q_len, case.kv_len)
     seen = mask.dense(case.q_len, case.kv_len, batch=2, heads=2)
     got = lists_of(mask, case, by_keys)
     parts = 1 if by_keys else PARTS
@@ -343,12 +253,16 @@ def check_list(tiles, some, whole, never_empty):
         assert all(whole[part, i] for i in listed[own_lo:own_hi])
 
 
+SIGNS = np.random.default_rng(11).integers(0, 2, (4, 1200)).astype(bool)
 BOUNDED = {
     "causal": (pa.CAUSAL, {}),
     "window": (pa.mask_fn(lambda b, h, q, kv: (q >= kv) & (q - kv < 100)), {}),
-    "documents": (of_keys(1, 1)["documents"], {}),
+    "documents": (mask_of("documents", 1, 1), {}),
     "diffusion": (pa.mask_fn(lambda b, h, q, kv: q // 32 >= kv // 32), {}),
-    "prefix": (pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], IDS[:, 0] * 0 + 100) | pa.CAUSAL, {}),
+    "prefix": (
+        pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], np.full(2, 100, np.int32)) | pa.CAUSAL,
+        {},
+    ),
     "far": (pa.mask_fn(lambda b, h, q, kv: abs(q - kv) % 256 < 64), {}),
     "table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64 + h], SIGNS), {}),
     "odd_table": (pa.mask_fn(lambda b, h, q, kv, t: t[q // 48, kv // 50], SIGNS), {}),
@@ -404,7 +318,7 @@ def test_bounds_in_all_tiles_are_one_reduction(rows, block, count):
 def test_blocks_that_a_mask_carries(name):
     """They leave what the mask leaves, in tiles of any size, and are for calls of their sizes."""
     case = cases.AttentionCase(name="blocks", **(SIZES | {"q_len": 150, "kv_len": 397}))
-    mask = of_keys(150, 397)[name]
+    mask = mask_of(name, 150, 397)
     carrying = jax.jit(lambda mask: mask.blocks(150, 397, batch=2, heads=2))(mask)
     seen = np.broadcast_to(mask.dense(150, 397, batch=2, heads=2), (2, 2, 150, 397))
     for rows, block in ((64, 128), (128, 64), (32, 64), (16, 192)):

@@ -19,9 +19,10 @@ from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 from pallas_attn.kernels.prefill import float8_sm90 as kernel
 from pallas_attn.kernels.prefill import float8_tiles, sm90
 from pallas_attn.kernels.prefill.float8_tiles import Units
-from tests.support import budget, float8_rows, mosaic
+from tests.support import budget, float8_rows, fuzz, mosaic, subjects
 from tests.support import operations as support
 from tests.support.float8_rows import dense, expected, of_tiles
+from tests.support.fuzz_prefill import Case, run
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -223,31 +224,19 @@ def test_machine_code(rng, name):
     assert report.spill_bytes <= SPILLS[name]
 
 
-ON_A_GPU = (
-    ("stacked", "float8_e4m3fn", {"precision": FLOAT8}),
-    ("paged", "float8_e5m2", {"precision": FAST, "softcap": 5.0}),
-    ("per_sequence", "float8_e4m3fn", {"precision": FLOAT8, "mask": pa.sliding_window(100)}),
-)
+SIZES = {"sequences": 3, "q_len": 24, "q_heads": 16, "kv_heads": 2}
+SIZES |= {"head_dim": 128, "v_head_dim": 128, "capacity": 160, "layers": 2}
+ON_A_GPU = {
+    "stacked": Case("stacked", "float8_e4m3fn", **SIZES),
+    "paged": Case("paged", "float8_e5m2", page_size=16, softcap=5.0, fast=True, **SIZES),
+    "per_sequence": Case(
+        "per_sequence", "float8_e4m3fn", spread=8, mask=pa.sliding_window(100), **SIZES
+    ),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, dtype, options", ON_A_GPU, ids=[row[0] for row in ON_A_GPU])
-def test_on_a_gpu(rng, monkeypatch, kind, dtype, options):
-    """By dispatch, for two sets of lengths; then an overflow and a layer that does not exist."""
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 0)
-    call = functools.partial(pa.decode_attention_with_lse, **options)
-    program = jax.jit(lambda q, cache, layer: call(q, cache, layer=layer))
-    told = {name: x for name, x in options.items() if name != "precision"}
-    for rows in ((0, 70, 150), (160, 1, 64)):
-        if kind == "per_sequence":
-            rows = tuple(min(n, have) for n, have in zip(rows, (72, 88, 160), strict=True))
-        q, cache, layer = drawn(rng, kind, dtype, 2, rows, (128, 128))
-        with dispatch.chosen() as names:
-            got = program(q, cache, 1)
-        assert set(names) <= {"sm90"}
-        wanted = expected(q, cache, 1, **{"mask": pa.CAUSAL} | told)
-        budget.check(dict(zip(("out", "lse"), got, strict=True)), wanted)
-    lost = program(q, cache.extend(jnp.full(3, 200, jnp.int32)), 1)
-    assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
-    lost = program(q, cache, 2)
-    assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_on_a_gpu(name):
+    """By dispatch; lengths and layers in and out of range."""
+    fuzz.prove(run, ON_A_GPU[name], subjects.Subject("gpu", None), rounds=4)

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch, selection
-from pallas_attn._call.kernel import Kernel, never_slower
+from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.flash_fwd import sm80, sm90_wide
 from pallas_attn.kernels.prefill import gathered, gathered_packed_sm90
 from tests.kernels.prefill import test_prefill_widened
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 KERNELS = {"gathered_sm80": gathered.over(sm80.KERNEL)}
 KERNELS["gathered_sm90"] = gathered.over(sm90_wide.KERNEL)
-REFERENCE = test_prefill_widened.REFERENCE
 PROBLEM = dataclasses.replace(support._BASE["decode"], gpu="sm80", q_len=1024)
 
 
@@ -108,11 +107,6 @@ def packed_agree(case, counts):
     decode_cases.close(got[1][:, rows], want[1][:, rows], 1e-2, 1e-2)
 
 
-def test_rows_that_decode_serves_are_checked():
-    with pytest.raises(ValueError, match=r"^Config\.most must be at least 1, got 0$"):
-        gathered_packed_sm90.Config(most=0)
-
-
 def test_who_takes_wide_heads():
     wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
     assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
@@ -126,13 +120,14 @@ def test_who_takes_wide_heads():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("many", test_prefill_widened.MANY, ids=lambda many: many[0])
-def test_quantised_interpreted(rng, many, monkeypatch):
-    alone = dispatch._gathered("prefill.gathered_sm80", dispatch.FROM_AMPERE, "flash_fwd.sm80")
-    alone = dataclasses.replace(alone, slower=never_slower)
-    monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
-    kernel = KERNELS["gathered_sm80"]
-    test_prefill_widened.interpreted(rng, kernel, kernel.config(), many)
+@pytest.mark.parametrize("kind", decode_cases.KINDS)
+def test_quantised_interpreted(kind):
+    case = test_prefill_widened.MANY[kind]
+    with mosaic.interpret():
+        got = launched(case, case.inputs(fill=np.nan))
+    want = decode_cases.of_definition(case, case.widened(case.inputs()))
+    for g, w, close in zip(got, want, (2.0**-6, 1e-3), strict=True):
+        decode_cases.close(g, w, close, close)
 
 
 def test_layers_and_sequences_that_do_not_exist():

@@ -10,15 +10,7 @@ from pallas_attn._call import selection
 from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from pallas_attn.kernels.prefill import sm90, widening_producer
-from tests.kernels.prefill.test_prefill_widened import (
-    ALIBI,
-    MANY,
-    ON_A_GPU,
-    PROBLEM,
-    chosen,
-    interpreted,
-    on_a_gpu,
-)
+from tests.kernels.prefill.test_prefill_widened import MANY, PROBLEM, chosen, interpreted
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -58,22 +50,10 @@ def test_the_default_fits(dim, rows):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
-def test_interpreted(rng, many):
+@pytest.mark.parametrize("name", MANY)
+def test_interpreted(name):
     """Two consumers; or, over a cache of one layer, one, keys that are split, and two producers."""
     config = kernel.Config(sm90.Config(2, block_kv=64, grid=3), slots=4)
-    if many[-1] is None:
+    if MANY[name].layers is None:
         config = kernel.Config(sm90.Config(1, block_kv=64, grid=3, splits=2), producers=2)
-    interpreted(rng, kernel, config, many)
-
-
-@pytest.mark.guards
-def test_a_score_function_interpreted(rng):
-    config = kernel.Config(sm90.Config(2, block_kv=64, grid=3), slots=4)
-    interpreted(rng, kernel, config, MANY[2], ALIBI)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype, kind", ON_A_GPU)
-def test_on_a_gpu(rng, kind, dtype):
-    on_a_gpu(rng, kind, dtype)
+    interpreted(MANY[name], config)

@@ -5,23 +5,20 @@ done with scales, layers and rows that do not exist, and that it is right.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_attn as pa
 from pallas_attn._call import dispatch, selection
-from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.prefill import sm90
 from pallas_attn.kernels.prefill import widened_sm90 as kernel
-from tests.caches.test_quantized import KINDS, LARGEST, quantized
-from tests.support import in_numpy, mosaic
+from tests.support import decode_cases, mosaic
 from tests.support import operations as support
+from tests.support.decode_cases import KINDS, Quantized
+from tests.support.quantized import LARGEST, quantized
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-REFERENCE = dispatch.TABLES["decode_quantized"][-1]
 PROBLEM = dataclasses.replace(
     support._BASE["decode"],
     gpu="sm90",
@@ -74,120 +71,52 @@ def test_where_keys_are_split_more_queries_are_wanted():
     )
 
 
-def never_too_few(monkeypatch):
-    """The widened kernel takes every quantised cache."""
-    monkeypatch.setattr(selection, "FEWEST_PAIRS_WIDENED", {})
-    alone = dispatch.Candidate("prefill.widened_sm90", dispatch.HOPPER)
-    monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
+SIZES = {"lengths": (0, 37, 70), "capacity": 72, "page_size": 8, "q_len": 24, "q_heads": 16}
+SIZES |= {"v_head_dim": 128, "exact": True}
+ALIBI = lambda b, h, q, kv, m: -m[h] * (q - kv), np.linspace(0.01, 1, 16, dtype=np.float32)
+MANY = {
+    "per_sequence": Quantized("per_sequence", stored="float8_e5m2", **SIZES),
+    "stacked": Quantized("stacked", layers=2, **SIZES),
+    "paged": Quantized("paged", stored="float8_e4m3fn", layers=2, **SIZES),
+    "scores": Quantized("stacked", layers=2, adds=ALIBI, **SIZES),
+}
 
 
-def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
-    """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
-    options = {"dtype": dtype, "layers": layers, "v_head_dim": 128}
-    cache = {
-        "per_sequence": lambda: pa.PerSequenceCache.create((72, 64, 80), 2, 64, **options),
-        "stacked": lambda: pa.StackedCache.create(3, 72, 2, 64, **options),
-        "paged": lambda: pa.PagedCache.create(3, 30, 8, 2, 64, capacity=72, **options),
-    }[kind]()
-    nan = {
-        name: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), getattr(cache, name))
-        for name in ("k_scale", "v_scale")
-    }
-    cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
-    shape = (3, max(rows), 2)
-    new = [jnp.asarray(rng.standard_normal((*shape, dim)), "bfloat16") for dim in (64, 128)]
-    layer = {} if layers is None else {"layer": layers - 1}
-    cache = pa.write_kv(cache, *new, **layer, implementation="reference")
-    return jnp.asarray(rng.standard_normal((3, 24, 16, 64)), "bfloat16"), cache, layer
-
-
-def agree(filled, **options):
-    """One program on several inputs, with the reference in NumPy, to which rows in q's dtype make
-    the difference of a rounding.
-    """
-    call = functools.partial(pa.decode_attention_with_lse, **options)
-    program = jax.jit(functools.partial(call, implementation="sm90"))
-    for q, cache in filled:
-        got = program(q, cache)
-        want = in_numpy.call(functools.partial(call, implementation="reference"), q, cache)
-        for g, w, close in zip(got, want, (0.03, 0.02), strict=True):
-            g, w = (np.asarray(x, np.float32) for x in (g, w))
-            np.testing.assert_allclose(g, w, rtol=close, atol=close)
-
-
-MANY = [
-    ("per_sequence", "float8_e5m2", None),
-    ("stacked", "int8", 2),
-    ("paged", "float8_e4m3fn", 2),
-]
-
-
-def problem_of(cache, **changes):
-    """24 queries a sequence over a cache of `drawn`."""
-    fields = {"kind": cache.kind, "cache_dtype": str(cache.dtype), "sequences": 3, "q_len": 24}
-    fields |= {"q_heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "scale": 0.125}
-    fields |= {"capacities": cache.held, "page_size": cache.page_size, "pages": cache.pages}
-    return dataclasses.replace(PROBLEM, **(fields | {"layers": cache.layers} | changes))
-
-
-def inputs_of(q, cache, layer):
-    return DecodeInputs(
-        *(q, cache.k, cache.v, cache.lengths, cache.page_table),
-        jnp.int32(layer["layer"]) if layer else None,
-        k_scale=cache.k_scale,
-        v_scale=cache.v_scale,
-        new_lengths=cache.new_lengths,
-    )
-
-
-ALIBI = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), jnp.linspace(0.01, 1, 16))
-
-
-def interpreted(rng, kernel, config, many, score=None):
-    """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
-    kind, dtype, layers = many
-    q, cache, layer = drawn(rng, kind, dtype, layers)
-    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
-    options = layer | {"implementation": "reference"}
-    if score is not None:
-        problem = dataclasses.replace(problem, score_program=score.program)
-        inputs, options["score"] = inputs._replace(score_aux=score.aux), score
-    assert kernel.limit(problem) is None
-    run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
-    want = pa.decode_attention_with_lse(q, cache, **options)
+def interpreted(case, config):
+    """The third sequence ends within a tile; past it all scales are NaN."""
     with mosaic.interpret():
-        got = run(inputs)
-        for missing in () if layers is None else (-1, layers):
-            lost = run(inputs._replace(layer=jnp.int32(missing)))
+        decode_cases.check(case, config)
+        for missing in () if case.layers is None else (-1, case.layers):
+            inputs = case.inputs()._replace(layer=jnp.int32(missing))
+            lost = decode_cases.launched(case, inputs, config)
             assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
-    for g, w in zip(got, want, strict=True):
-        g, w = (np.asarray(x, np.float32) for x in (g, w))
-        np.testing.assert_allclose(g, w, rtol=0.02, atol=0.02)
+
+
+of_each_kind = pytest.mark.parametrize("case", [MANY[x] for x in KINDS], ids=KINDS)
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
-def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monkeypatch, many):
+@of_each_kind
+def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(monkeypatch, case):
     """Blocks have several chunks of a slab each, and the last one is cut."""
     monkeypatch.setattr(kernel, "BLOCKS", 12)
-    (kind, dtype, layers), to = many, jnp.float16 if many[2] is None else jnp.bfloat16
-    _, cache, layer = drawn(rng, kind, dtype, layers)
-    problem = problem_of(cache, dtype=str(jnp.dtype(to)))
+    to = "float16" if case.layers is None else "bfloat16"
+    case = dataclasses.replace(case, dtype=to, exact=False)
+    inputs, layer = case.inputs(fill=np.nan), case.layers and case.layers - 1
     with mosaic.interpret():
-        result = kernel.widen(inputs_of(None, cache, layer), problem, layer.get("layer"))
-    arguments = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
-    for wide, (rows, scales) in zip(result, arguments, strict=True):
-        separate = isinstance(rows, tuple)
-        triples = zip(wide, rows, scales, strict=True) if separate else [(wide, rows, scales)]
-        for m, (got, narrow, scale) in enumerate(triples):
-            if layers is not None:
-                narrow, scale = (x[layer["layer"]][None] for x in (narrow, scale))
-            want = (narrow.astype(jnp.float32) * scale[..., None]).astype(to)
-            got, want = (np.asarray(x, np.float32) for x in (got, want))
+        result = kernel.widen(inputs, case.problem, layer)
+    exact = case.widened(inputs)
+    for wide, rows in zip(result, (exact.k_cache, exact.v_cache), strict=True):
+        separate = case.kind == "per_sequence"
+        for m, (got, want) in enumerate(
+            zip(wide, rows, strict=True) if separate else [(wide, rows)]
+        ):
+            want = want if layer is None else want[layer][None]
+            got, want = (np.asarray(jnp.asarray(x, to), np.float32) for x in (got, want))
             live = np.isfinite(want)
             np.testing.assert_array_equal(got[live], want[live])
-            assert live.any() or cache.lengths[m] == 0
-            assert np.isnan(got[~live]).all()  # unwritten rows, or rows of no page
+            assert live.any() or case.lengths[m] == 0
+            assert np.isnan(got[~live]).all()  # rows past a length, or of no page
 
 
 @pytest.mark.parametrize("to, share", [("bfloat16", 1), ("float16", 8)])
@@ -231,26 +160,17 @@ def test_rounding_of_widened_rows_is_bounded(to, most, dtype):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize(
-    "many", [each for each in MANY if each[0] != "paged"], ids=lambda single: single[0]
-)
-def test_lengths_out_of_range_widen_no_row_that_is_not_there(rng, many):
+@pytest.mark.parametrize("kind", ["per_sequence", "stacked"])
+def test_lengths_out_of_range_widen_no_row_that_is_not_there(kind):
     """None of a negative length, and all rows of one past the end."""
-    kind, dtype, layers = many
-    _, cache, layer = drawn(rng, kind, dtype, layers)
-    problem, lengths = problem_of(cache), jnp.asarray([-(2**31), 2**31 - 1, -1], jnp.int32)
-    arguments = inputs_of(None, cache, layer)._replace(lengths=lengths)
+    case, lengths = MANY[kind], jnp.asarray([-(2**31), 2**31 - 1, -1], jnp.int32)
+    inputs, layer = case.inputs(), case.layers and case.layers - 1
     with mosaic.interpret():
-        result = kernel.widen(arguments, problem, layer.get("layer"))
-    for wide, scales in zip(result, (cache.k_scale, cache.v_scale), strict=True):
+        result = kernel.widen(inputs._replace(lengths=lengths), case.problem, layer)
+    for wide in result:
         for m in range(3):
-            whole = wide[m] if kind == "per_sequence" else wide[0, m]
-            scale = scales[m] if kind == "per_sequence" else scales[layer["layer"], m]
-            there = np.isfinite(np.asarray(scale)) & (m == 1)
-            made = np.isfinite(np.asarray(whole, np.float32))
-            np.testing.assert_array_equal(made.all(axis=-1), there)
-            np.testing.assert_array_equal(made.any(axis=-1), there)
-            assert there.any() == (m == 1)
+            rows = wide[m] if kind == "per_sequence" else wide[0, m]
+            assert (np.isfinite(np.asarray(rows, np.float32)) == (m == 1)).all()
 
 
 def launched(inputs, *, problem, config):
@@ -260,53 +180,17 @@ def launched(inputs, *, problem, config):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
-def test_machine_code(rng, many):
+@of_each_kind
+def test_machine_code(case):
     """Two launches, no copy of a cache, no register spilled; words as wide as they can be."""
-    kind, dtype, layers = many
-    q, cache, layer = drawn(rng, kind, dtype, layers)
-    problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
-    config = kernel.Config.default(problem)
-    call = functools.partial(launched, problem=problem, config=config)
-    report = mosaic.compile_for(call, inputs, sass=True)
+    config = kernel.Config.default(case.problem)
+    call = functools.partial(launched, problem=case.problem, config=config)
+    report = mosaic.compile_for(call, case.inputs(), sass=True)
     assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)
     assert "LDG.E.64" in report.sass and "STG.E.128" in report.sass
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
-def test_interpreted(rng, monkeypatch, many):
-    never_too_few(monkeypatch)
-    interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), many)
-
-
-@pytest.mark.guards
-def test_a_score_function_interpreted(rng):
-    interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), MANY[1], ALIBI)
-
-
-# Each kind with two dtypes, each dtype with two kinds; in a window and packed in turns.
-IN_A_WINDOW, PACKED = (
-    [(dtype, KINDS[(number + turn) % 3]) for number, dtype in enumerate(LARGEST)] for turn in (0, 1)
-)
-ON_A_GPU = [*IN_A_WINDOW, *PACKED]
-
-
-def on_a_gpu(rng, kind, dtype):
-    """A cache without and with an overflow, by one program: plain, and in a window or packed."""
-    both = [drawn(rng, kind, dtype, 2, rows) for rows in ((0, 37, 70), (17, 72, 300))]
-    filled, layer = [some[:2] for some in both], both[0][2]
-    agree(filled, **layer)
-    if (dtype, kind) in IN_A_WINDOW:
-        agree(filled, **layer, mask=pa.sliding_window(20), softcap=5.0)
-    else:
-        starts = jnp.asarray([0, 0, 30, 72], jnp.int32)
-        packed = [(q.reshape(72, 16, 64), cache) for q, cache in filled]
-        agree(packed, **layer, starts=starts, score=ALIBI)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype, kind", ON_A_GPU)
-def test_on_a_gpu(rng, monkeypatch, kind, dtype):
-    never_too_few(monkeypatch)
-    on_a_gpu(rng, kind, dtype)
+@pytest.mark.parametrize("name", MANY)
+def test_interpreted(name):
+    interpreted(MANY[name], kernel.Config(sm90.Config(2, block_kv=64, grid=3)))
