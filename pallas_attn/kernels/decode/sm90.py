@@ -38,7 +38,6 @@ from pallas_attn.kernels.decode import (
     combine_splits,
     limits,
     loads,
-    lost,
     mainloop,
     packed,
     quantized_mainloop,
@@ -363,8 +362,6 @@ def run(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    if problem.has_no_rows:
-        return lost.results_without_rows(inputs, problem)
     if not problem.packed:
         some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
         return some(inputs, problem, config)
