@@ -38,7 +38,8 @@ def _without_rows(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, 
         lost |= (layer < 0) | (layer >= (problem.layers or 1))
     if inputs.starts is not None:  # whether a row is one of a sequence that is lost
         row = jnp.arange(problem.tokens, dtype=jnp.int32)[:, None]
-        lost = ((inputs.starts[:-1] <= row) & (row < inputs.starts[1:]) & lost).any(axis=1)
+        begin, end = inputs.starts[None, :-1], inputs.starts[None, 1:]
+        lost = ((begin <= row) & (row < end) & lost[None]).any(axis=1)
     lost_rows = lost[:, None, None] if inputs.starts is None else lost[:, None]
     out = jnp.zeros((*problem.out_shape, problem.v_head_dim), problem.dtype)
     lse = jnp.full(problem.lse_shape, -jnp.inf, problem.lse_dtype)

@@ -11,7 +11,7 @@ FILE = pathlib.Path(__file__).parents[1] / "recorded" / "unreached.txt"
 REASONS: dict[str, tuple[str, ...]] = {
     "only the oldest jax takes it": ("lang/mosaic.py store: _store is None is true",),
     "it is called while its module is imported": (
-        "decode_mla/sm90_common.py kernel_with.<locals>.<lambda>: lambda launch: launch is called",
+        "decode_mla/sm90_common.py <lambda>: lambda launch: launch is called",
     ),
     "there is no case yet": tuple(FILE.read_text().splitlines()),
 }

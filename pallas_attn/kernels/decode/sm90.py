@@ -129,9 +129,7 @@ class Config(limits.RingConfig):
         )
         if many_heads and max(problem.capacities) <= SHORT:
             # Half of a head's last tile is idle. Six stages were 9 % slower than three.
-            few = dataclasses.replace(config, tile=64, stages=3)
-            if bytes_of_launch(problem, few) <= mosaic.SMEM_LIMIT:
-                return few
+            return dataclasses.replace(config, tile=64, stages=3)
         share = 4 if problem.quantized or is_float32 else 2
         few_rows = rows.row_blocks == 1
         most = min(widest_tile(problem), keys // grid // share, 2**16 // row if few_rows else 0)

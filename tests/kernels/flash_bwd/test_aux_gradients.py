@@ -15,6 +15,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import config
+from pallas_attn.kernels.flash_bwd import aux_sums
 from tests.support import budget, subjects, tolerance
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -53,6 +54,25 @@ def of_rows(s, b, h, q, kv, x):
     return s + x[h, q] * (kv & 1)
 
 
+def of_rows_and_alibi(s, b, h, q, kv, x, slopes):
+    return of_rows(s, b, h, q, kv, x) - slopes[h] * (q - kv)
+
+
+def of_one_place(s, b, h, q, kv, x):
+    """All distances have one element."""
+    return s + x[jnp.minimum(q - kv + 1000, 0)] * (kv & 7)
+
+
+def of_roots(s, b, h, q, kv, x):
+    """Its derivative is NaN past the keys."""
+    return s + x[h] * jnp.sqrt(((149 - kv) * (kv % 5)).astype(jnp.float32))
+
+
+def of_far(s, b, h, q, kv, slopes):
+    """Queries at positions that no float32 holds."""
+    return s - slopes[h] * ((q - 2**25) - kv)
+
+
 def of_both(s, b, h, q, kv, table, slopes):
     return t5(s, b, h, q, kv, table) - slopes[h] * (q - kv)
 
@@ -78,6 +98,10 @@ FUNCTIONS = {
     "of_rows": Function(of_rows, (4, 200)),
     "of_both": Function(of_both, (4, 24), (4,)),
     "of_every_distance": Function(of_every_distance, (600,)),
+    "of_rows_and_alibi": Function(of_rows_and_alibi, (4, 200), (4,)),
+    "of_one_place": Function(of_one_place, (1,)),
+    "of_roots": Function(of_roots, (4,)),
+    "of_far": Function(of_far, (4,)),
 }
 
 
@@ -119,6 +143,10 @@ CASES = {
     "of_every_distance": Case("of_every_distance", FULL, (130, 260)),
     "float32": Case("t5", dtype="float32"),
     "wide": Case("alibi", dim=160, sizes=(70, 70), kv_heads=4),
+    "of_rows_and_alibi": Case("of_rows_and_alibi", sizes=(70, 150), kv_heads=4),
+    "of_one_place": Case("of_one_place", sizes=(70, 150), kv_heads=4),
+    "of_roots": Case("of_roots", sizes=(70, 150), kv_heads=4),
+    "of_far": Case("of_far", sizes=(70, 70), q_offset=2**25, kv_heads=4),
 }
 
 
@@ -251,6 +279,33 @@ def test_sums_of_keys_interpreted(name, changes):
 @pytest.mark.parametrize("name", ["t5_lengths", "alibi_grouped", "of_rows", "float32", "wide"])
 def test_portable_interpreted(name):
     check(small(name), computed(small(name), "sm80"))
+
+
+@pytest.mark.guards
+def test_sums_that_are_sorted_interpreted(monkeypatch):
+    """Where they are too many to compare each with all elements."""
+    monkeypatch.setattr(aux_sums, "MOST_COMPARED", 0)
+    check(small("of_keys"), computed(small("of_keys"), "sm90"))
+
+
+@pytest.mark.guards
+def test_a_weight_that_depends_on_the_score_interpreted():
+    """As the reference has it: the score is that after softcap."""
+    rng, names = np.random.default_rng(5), ("q", "k", "v", "do")
+    q, k, v, do = (jnp.asarray(rng.standard_normal((1, 70, 2, 32)), "bfloat16") for _ in names)
+
+    def gradient(q, k, v, do, rates, *, implementation):
+        def out(rates):
+            score = pa.score_fn(lambda s, b, h, q, kv, x: s * x[h], rates)
+            options = {"softcap": 2.0, "implementation": implementation}
+            return pa.flash_attention(q, k, v, score=score, **options)
+
+        return jax.vjp(out, rates)[1](do)[0]
+
+    subject = subjects.Subject("interpreted", "sm90", "sm90")
+    arrays = q, k, v, do, jnp.asarray([0.5, 2.0], jnp.float32)
+    got, want = subject.call(gradient, *arrays), gradient(*arrays, implementation="reference")
+    np.testing.assert_allclose(got, want, 0.02, 0.02)
 
 
 @pytest.mark.gpu

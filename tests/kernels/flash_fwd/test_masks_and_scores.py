@@ -14,7 +14,7 @@ import pallas_attn as pa
 from pallas_attn import masks
 from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
-from pallas_attn.kernels.attention import tile_lists
+from pallas_attn.kernels.attention import listed_tiles, tile_lists
 from tests.support import budget, in_numpy, subjects
 from tests.support.problems import cases
 
@@ -43,6 +43,11 @@ def narrow(b, h, q, kv, x, y):
     return (x[q] + x[kv] > 0) ^ (y[q] - y[kv] < y[kv]) ^ (captured[q] > captured[kv])
 
 
+def of_bytes(q, kv):
+    """Which of two numbers of 8 bits it is."""
+    return jnp.where(q % 4 < kv % 5, jnp.uint8(3), jnp.uint8(200)) == jnp.uint8(3)
+
+
 def of_keys(q_len, kv_len):
     middle = q_len
     return {
@@ -55,6 +60,10 @@ def of_keys(q_len, kv_len):
         "narrow": pa.mask_fn(narrow, BYTES, UNSIGNED),
         "table": pa.mask_fn(lambda b, h, q, kv, t: t[q // 64, kv // 64], BLOCKS),
         "nothing": pa.mask_fn(lambda b, h, q, kv: q < -kv - 10),
+        "bytes": pa.mask_fn(lambda b, h, q, kv: of_bytes(q, kv)),
+        "found": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], IDS).blocks(
+            q_len, kv_len, batch=2
+        ),
     }
 
 
@@ -67,12 +76,16 @@ def of_scores(q_len, kv_len):
     def linear(s, b, h, q, kv, slope):
         return 0.25 * q - slope[h] * (q - kv) + s
 
+    def of_rows(s, b, h, q, kv, slope):
+        return s + slope[h] * q
+
     def capped(s, b, h, q, kv, t):
         return 20 * jnp.tanh(s / 20) + t[h, q - kv + middle]
 
     return {
         "alibi": pa.score_fn(alibi, SLOPES),
         "linear": pa.score_fn(linear, SLOPES),
+        "of_rows": pa.score_fn(of_rows, SLOPES),
         "table": pa.score_fn(capped, TABLE),
     }
 
@@ -83,6 +96,10 @@ def biased(name, case):
     heads = slice(None, case.q_heads)
     if name == "alibi":
         return {"bias": (-SLOPES[heads, None, None] * abs(at)[None])[None]}
+    if name == "of_rows":
+        row = np.arange(case.q_offset, case.q_offset + case.q_len, dtype=np.float32)
+        rows = (SLOPES[heads, None] * row)[None, :, :, None]
+        return {"bias": np.broadcast_to(rows, (1, case.q_heads, case.q_len, case.kv_len))}
     if name == "linear":
         row = 0.25 * (case.q_offset + np.arange(case.q_len, dtype=np.float32))[:, None]
         return {"bias": (row - SLOPES[heads, None, None] * at[None]).astype(np.float32)[None]}
@@ -142,13 +159,21 @@ def subject_of(generation, interpreted):
     [
         *(("sm90", "documents", "table"), ("sm80", "signs", None)),
         *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
-        ("sm90", "table", None),
+        *(("sm90", "table", None), ("sm90", "bytes", "of_rows"), ("sm90", "found", None)),
     ],
 )
 def test_in_the_interpreter(generation, mask, score):
-    few = mask in ("nothing", "narrow") or score == "linear"
+    few = mask in ("nothing", "narrow", "bytes") or score == "linear"
     facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+
+
+def test_lists_of_many_tiles_in_the_interpreter(monkeypatch):
+    """Those that the small kernel does not make, of arrays that are not kept as they are read."""
+    monkeypatch.setattr(listed_tiles, "MOST_PAIRS", 0)
+    monkeypatch.setattr(tile_lists, "MOST_READ", 0)
+    facts = {"q_len": 70, "kv_len": 75, "batch": 1}
+    check(subject_of("sm90", True), "signs", None, gradients=False, **facts)
 
 
 def test_a_mask_of_keys_beside_a_function_in_the_interpreter():
