@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from pallas_attn._call import block_lists, gpu_specs
+from pallas_attn._call import block_lists, dispatch, gpu_specs
 from pallas_attn._call import config as _config
 from pallas_attn._call.bind import Call
 from pallas_attn._call.kernel import Kernel
@@ -196,6 +196,12 @@ def test_a_config_that_matmuls_do_not_take():
     problem = attention(fetches=2)
     with pytest.raises(ValueError, match=r"^Config\.block_kv must be a multiple of \d+ where "):
         flash_fwd_sm90.smem_bytes(problem, flash_fwd_sm90.Config(1, block_kv=48))
+
+
+def test_a_kernel_of_lists_has_the_stages_of_the_other():
+    kernel = dispatch.TABLES["decode_listed"][0].kernel
+    deep, least = (kernel.config(decode_sm90.Config(stages=n)) for n in (3, 2))
+    assert deep.shallower() == least and least.shallower() is None
 
 
 def test_quantize_has_registers():

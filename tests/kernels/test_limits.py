@@ -131,7 +131,6 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
             {"dtype": "float32"},
             {"head_dim": 136},
             {"q_heads": 1024},
-            {"q_heads": 1024, "batch_invariant": True},
             {"score_program": _LARGE},
         )),
         _PACKED | {"tokens": 1, "q_len": 1},

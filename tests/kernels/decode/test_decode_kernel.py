@@ -102,7 +102,6 @@ INTERPRETED = {
         Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), hides=SOME), MANY
     ),
     "alibi": (Case(adds=ALIBI), MANY),
-    "scores_of_queries": (Case(lengths=(65, 3), q_len=2, adds=OF_QUERIES), SMALL),
     "alibi_72_rows": (Case(q_heads=16, q_len=9, adds=ALIBI, softcap=3.0), SMALL),
     "scores_window": (
         Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), sinks=True, adds=ADDED), SMALL
@@ -125,6 +124,7 @@ INTERPRETED = {
         Case(lengths=(45, 3), q_len=3, head_dim=72, v_head_dim=328, mask=sliding_window(20)),
         kernel.Config(tile=32, grid=3, stages=2, load_first=True),
     ),
+    "scores_of_queries": (Case(lengths=(65, 3), q_len=2, adds=OF_QUERIES), SMALL),
 }  # fmt: skip
 
 

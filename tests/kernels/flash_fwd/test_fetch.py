@@ -78,11 +78,11 @@ READ += [("ahead", "zigzag", 2, BOTH, 128)]
 READ += [("causal", "zigzag", 2, (0,), 40), ("documents", "contiguous", 2, (0,), 40)]
 # Offsets that nobody knew, of which one leaves no key and one lies past all of them.
 READ += [("anywhere", "zigzag", 2, BOTH, 64)]
-# A sink, with which work tiles without a key take no kv tile; and a mask that asks for no offset.
-READ += [("documents, sinks", "contiguous", 2, (0,), 64)]
 # Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
 READ += [("unseen", "zigzag", 2, BOTH, 64)]
 READ += [("causal", "zigzag", 4, (1,), 64), ("full", "contiguous", 4, (2,), 64)]
+# A sink, with which work tiles without a key take no kv tile; and a mask that asks for no offset.
+READ += [("documents, sinks", "contiguous", 2, (0,), 64)]
 
 
 def gathered_for(name, problem, device):

@@ -15,7 +15,7 @@ from pallas_attn import masks
 from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
 from pallas_attn.kernels.attention import listed_tiles, tile_lists
-from tests.support import budget, in_numpy, subjects
+from tests.support import budget, in_numpy, mosaic, subjects
 from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -454,3 +454,13 @@ def test_blocks_that_a_mask_carries(name):
     assert (carrying & pa.CAUSAL).kinds is None and pa.mask_fn(lambda b, h, q, kv: q > kv).blocks(
         9, 9
     ).kinds is None
+
+
+@pytest.mark.guards
+def test_a_mask_of_more_elements_than_int32_counts_lowers():
+    """It is copied with rows and keys of whole tiles."""
+    rows = jax.ShapeDtypeStruct((1, 46344, 1, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 1, 46344, 46344), jnp.bool_)
+    call = lambda q, mask: pa.flash_attention(q, q, q, mask_array=mask)  # noqa: E731
+    with device.assume("sm90"):
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(call, rows, mask)
