@@ -283,14 +283,14 @@ def test_portable_interpreted(name):
 
 @pytest.mark.guards
 def test_sums_that_are_sorted_interpreted(monkeypatch):
-    """Where they are too many to compare each with all elements."""
+    """They are too many to compare each with all elements."""
     monkeypatch.setattr(aux_sums, "MOST_COMPARED", 0)
     check(small("of_keys"), computed(small("of_keys"), "sm90"))
 
 
 @pytest.mark.guards
 def test_a_weight_that_depends_on_the_score_interpreted():
-    """As the reference has it: the score is that after softcap."""
+    """The score is the one after softcap, as in the reference."""
     rng, names = np.random.default_rng(5), ("q", "k", "v", "do")
     q, k, v, do = (jnp.asarray(rng.standard_normal((1, 70, 2, 32)), "bfloat16") for _ in names)
 

@@ -165,7 +165,7 @@ def test_gpus_before_ada_refuse_by_name(gpu):
 
 @pytest.mark.guards
 def test_a_mask_function_interpreted(rng):
-    """As the same mask in an array."""
+    """It hides what the same mask in an array hides."""
     q, k, v = (
         jnp.asarray(rng.standard_normal((1, rows, 1, 64)), "float8_e4m3fn") for rows in (65, 70, 70)
     )

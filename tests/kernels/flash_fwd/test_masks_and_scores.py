@@ -169,7 +169,7 @@ def test_in_the_interpreter(generation, mask, score):
 
 
 def test_lists_of_many_tiles_in_the_interpreter(monkeypatch):
-    """Those that the small kernel does not make, of arrays that are not kept as they are read."""
+    """XLA makes them where they are too many for the small kernel; large reads are not kept."""
     monkeypatch.setattr(listed_tiles, "MOST_PAIRS", 0)
     monkeypatch.setattr(tile_lists, "MOST_READ", 0)
     facts = {"q_len": 70, "kv_len": 75, "batch": 1}
