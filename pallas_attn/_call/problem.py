@@ -560,7 +560,7 @@ class DecodeProblem(_OfFunctions):
     @property
     def has_no_rows(self) -> bool:
         """Whether the cache has no row at all."""
-        return not max(self.capacities) or self.pages == 0
+        return not max(self.capacities, default=0) or self.pages == 0
 
     @property
     def out_shape(self) -> tuple[int, ...]:

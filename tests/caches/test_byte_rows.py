@@ -108,6 +108,7 @@ class Decode(NamedTuple):
     softcap: float | None = None
     uneven: bool = False  # columns differ by powers of two, so scales do
     slopes: bool = False  # a score function, ALiBi
+    sinks: bool = False
 
     def cache(self):
         options = FORMAT | {"layers": self.layers}
@@ -138,6 +139,8 @@ class Decode(NamedTuple):
             more["score"] = pa.score_fn(
                 lambda s, b, h, q, kv, m: s - m[h] * (q - kv), jnp.linspace(0.01, 1, self.heads)
             )
+        if self.sinks:
+            more["sinks"] = jnp.linspace(-1, 1, self.heads)
         return {"q": jnp.asarray(q, self.dtype), **more, "mask": self.mask, "softcap": self.softcap}
 
     def call(self):
@@ -150,7 +153,7 @@ DECODES = [
         "small_pages_window", "paged", 4, 3, "float16", page_size=8,
         mask=pa.sliding_window(100),
     ),
-    Decode("more_heads", "paged", 40, layers=2, page_size=16),
+    Decode("more_heads", "paged", 40, layers=2, page_size=16, sinks=True),
     Decode("packed", "paged", 2, packed=True, softcap=4.0),
     Decode("uneven", heads=8, dtype="float16", uneven=True),
     Decode("alibi", "paged", 8, 2, slopes=True),

@@ -171,3 +171,39 @@ def test_the_cache_may_have_a_dtype_of_its_own(rng, q_dtype):
     wanted = expected(*wide, (5, 20)).oracle["out"]
     tolerance = 1e-5 if q_dtype == "float32" else 2e-2
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+@every_kind
+@each_subject_interpreted_too
+def test_a_cache_without_any_row(subject, kind, layers):
+    """Nothing is launched: NaN for a sequence that should have rows, or was never extended; and for
+    all where the cache has no such layer. `create` makes no such cache.
+    """
+    cache = empty(kind, 3, "float32", layers)
+    if kind == "paged":
+        no_rows = lambda x: x[:0] if layers is None else x[:, :0]  # noqa: E731
+    else:
+        no_rows = lambda x: x[..., :0, :]  # noqa: E731
+    lengths = {"lengths": jnp.array([0, 3, 0]), "new_lengths": jnp.array([0, 0, -1])}
+    arrays = {name: jax.tree.map(no_rows, getattr(cache, name)) for name in "kv"}
+    cache = dataclasses.replace(cache, **arrays, **lengths)
+    q = jnp.ones((3, 2, KV_HEADS * GROUP, DIM), jnp.float32)
+    packed = {"starts": jnp.array([0, 1, 3, 4])}  # two rows without a sequence behind them
+    calls = [({}, q, [False, True, True])]
+    calls += [(packed, q.reshape(6, *q.shape[2:]), [False, True, True, True, False, False])]
+    if kind != "per_sequence":
+        calls += [({"kv_indices": jnp.zeros((3, 2, 5), jnp.int32)}, q, [False, True, True])]
+    for options, rows_of_q, lost in calls:
+        for layer in (None,) if layers is None else (0, 2, -1):
+            at = {} if layer is None else {"layer": jnp.int32(layer)}
+            out, lse = subject.call(pa.decode_attention_with_lse, rows_of_q, cache, **options, **at)
+            all_lost = layer not in (None, 0)
+            owned = np.array([True] * 4 + [False] * 2 if options is packed else [True] * 3)
+            want = np.where(owned & all_lost, True, lost)
+            each = np.isnan(np.asarray(out)).reshape(len(rows_of_q), -1)
+            np.testing.assert_array_equal(each.all(axis=1), want)
+            np.testing.assert_array_equal(each.any(axis=1), want)
+            by_row = np.asarray(lse).T if options is packed else np.asarray(lse)[..., 0]
+            np.testing.assert_array_equal(np.isnan(by_row).all(axis=1), want)
+            assert not np.asarray(out)[~want].any() and (by_row[~want] == -np.inf).all()

@@ -14,6 +14,7 @@ import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import device
 from pallas_attn.kernels.append import keep as append_keep
+from pallas_attn.kernels.append import separate_arrays
 from tests.support import append_cases, builds, fuzz, mosaic, subjects
 from tests.support.fuzz_caches import Held
 
@@ -352,8 +353,23 @@ def test_machine_code_of_the_longest_path():
 
 
 @pytest.mark.guards
+def test_a_sequence_without_a_row(rng):
+    """An array that holds nothing is in no launch."""
+    cache = PerSequenceCache.create((20, 23, 20), 2, 8).extend(4)
+    cut = {name: tuple(x[:, :0] if m == 1 else x for m, x in enumerate(getattr(cache, name)))
+           for name in "kv"}  # fmt: skip
+    cache = with_bits(rng, dataclasses.replace(cache, **cut))
+    cache = dataclasses.replace(cache, lengths=jnp.asarray([4, 0, 9], jnp.int32))
+    path = jnp.asarray([[2, 3], [0, 1], [3, 0]], jnp.int32)
+    subject = next(x for x in subjects.ROWS if x.name == "interpreted")
+    got, want = subject.call(keep, cache, 2, path), keep(cache, 2, path, "reference")
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(z).view(np.uint8) for z in (x, y)))
+
+
+@pytest.mark.guards
 def test_more_sequences_take_a_second_launch(monkeypatch):
-    monkeypatch.setattr(append_keep.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    monkeypatch.setattr(separate_arrays, "ARRAYS_OF_A_LAUNCH", 2 * 20)
     cache = jax.eval_shape(lambda: PerSequenceCache.create((8,) * 21, 1, 8))
     shapes = jax.ShapeDtypeStruct((21,), "int32"), jax.ShapeDtypeStruct((21, 2), "int32")
     with device.assume("sm90"):

@@ -97,24 +97,23 @@ def test_pages_and_layers_that_there_are():
     assert (layout.entries, layout.contiguous_rows(6)) == (3, 2)
 
 
-@pytest.mark.parametrize("layers", [None, 2])
-def test_interleaved_pages(layers):
+def test_interleaved_pages():
     """A row of K and V together; every method finds it."""
-    layout = cache_layout.layout_of(problem_of("interleaved", layers))
-    shape = (layers or 1, PAGES, PAGE_SIZE, HEADS)
+    layout = cache_layout.layout_of(problem_of("interleaved", None))
+    shape = (PAGES, PAGE_SIZE, HEADS)
     array = np.arange(np.prod(shape)).reshape(shape)
     view = layout.view(np.stack([array] * 8, axis=-1))  # 8: columns of K and V
-    for (layer, page, within, head), want in np.ndenumerate(array):
+    for (page, within, head), want in np.ndenumerate(array):
         sequence, slot = (int(x[0]) for x in np.nonzero(page == TABLE)) if page != 3 else (0, None)
         if slot is None:  # a page that nobody has
             continue
         position = slot * PAGE_SIZE + within
-        row = Row(sequence, head, position, None if layers is None else layer, page)
+        row = Row(sequence, head, position, page=page)
         assert array.ravel()[layout.number(Numbers(), row)] == want
-        whole = array if layers else array[0]
-        assert whole[layout.coordinates(row)] == want
+        assert array[layout.coordinates(row)] == want
         index, rows, column = layout.rows_from(row, 1)
         assert (view[index, rows.start, column] == want).all()
+    assert layout.box(4, 128) == (1, 4, 1, 128)
     assert layout.tables("kv", None) == (("kv",),)
     assert (layout.page_rows(6), layout.contiguous_rows(6)) == (2, 1)
     of_one_head = dataclasses.replace(problem_of("interleaved", None), kv_heads=1)

@@ -5,12 +5,14 @@ it, which knows nothing of this package.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as of_tpu
 
 import pallas_attn as pa
+from pallas_attn._call import config, device
 from tests.support import builds, fuzz_ragged, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -146,6 +148,20 @@ ROWS = [row for row in subjects.ROWS if row.name in ("interpreted", "portable")]
 def test_a_mixture_interpreted(rng, subject, name):
     mixture, options = INTERPRETED[name]
     check(mixture, rng, subject, **options)
+
+
+@pytest.mark.guards
+def test_many_rows_over_pages_of_float8_are_lowered():
+    """XLA widens the pages for the kernel over those of q's dtype."""
+    shapes = {"q": (2048, 4, 128), "kv_lens": (4,), "page_indices": (4, 8)}
+    shapes |= {"cu_q_lens": (5,), "num_seqs": (1,)}
+    dtypes = {"q": "bfloat16"}
+    arrays = {x: jax.ShapeDtypeStruct(n, dtypes.get(x, "int32")) for x, n in shapes.items()}
+    arrays["kv_pages"] = jax.ShapeDtypeStruct((8, 128, 2, 128), "float8_e4m3fn")
+    with device.assume("sm90"), config.watched() as choices:
+        call = lambda arrays: pa.ragged_paged_attention(**arrays)  # noqa: E731
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(call, arrays)
+    assert choices[-1].kernel == "prefill_widened_sm90"
 
 
 UPDATES = {

@@ -538,8 +538,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "boxes_are_those_of_the_first_head": (
             f"{SHARED}/cache_layout.py",
-            "return *layer, row.page, self.row_in_slab(row.position), row.head\n",
-            "return *layer, row.page, self.row_in_slab(row.position), row.head * 0\n",
+            "return row.page, self.row_in_slab(row.position), row.head\n",
+            "return row.page, self.row_in_slab(row.position), row.head * 0\n",
         ),
         "interleaved_values_are_keys": (
             f"{DECODE}/plan.py",

@@ -133,7 +133,7 @@ def test_a_handed_lse_excuses_nothing_but_its_own_rounding():
 
 
 def test_scores_of_float8_lose_what_tensor_cores_cut():
-    """Beside 256, terms below 2**-5 are cut, each for itself, in these 32 columns and in the next."""
+    """Beside 256 each term below 2**-5 is cut, in these 32 columns and in the next."""
 
     def error(small: float, columns: int) -> float:
         q, k = (np.full((1, 1, 1, columns), small, np.float32) for _ in "qk")

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from pallas_attn._call import block_lists, gpu_specs
+from pallas_attn._call import block_lists, dispatch, gpu_specs
 from pallas_attn._call import config as _config
 from pallas_attn._call.bind import Call
 from pallas_attn._call.kernel import Kernel
@@ -21,6 +21,7 @@ from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import gathered_packed_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
+from pallas_attn.kernels.quantize import blocks
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 from pallas_attn.values import Blocks
 from tests.support import operations as support
@@ -158,6 +159,57 @@ _MEASURED = [
     (256, CAUSAL, 8, 2048, 8, 8, (2, 64, 2, 8), {}),
     (256, CAUSAL, 2, 8192, 8, 8, (2, 64, 2, 0), {}),
 ]
+# By the rules for few rows, and where the largest tiles have no room.
+_BY_RULES = [
+    ({"q_len": 384, "kv_len": 1000, "batch": 64, "head_dim": 16}, (3, 128, 4)),
+    ({"q_len": 300, "kv_len": 64, "batch": 2, "head_dim": 96}, (2, 64, 4)),
+    (
+        {"q_len": 2048, "batch": 8, "head_dim": 144, "v_head_dim": 128, "bias_shape": (1, 1)},
+        (2, 64, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, settings", _BY_RULES, ids=str)
+def test_the_default_of_the_forward_on_hopper_has_room(changes, settings):
+    changes = {"mask": FULL, "v_head_dim": changes["head_dim"]} | changes
+    if shape := changes.pop("bias_shape", None):
+        changes |= {"arrays": ("bias",), "bias_shape": (*shape, changes["q_len"], 8192)}
+    problem = attention(**changes)
+    config = flash_fwd_sm90.Config.default(problem)
+    assert (config.warpgroups, config.block_kv, config.stages) == settings
+    assert _config.fits(flash_fwd_sm90, problem, config)
+
+
+@pytest.mark.parametrize(
+    "dim, sequences, settings", [(128, 1, (1, 128, 3)), (256, 64, (2, 64, 2))], ids=str
+)
+def test_the_default_of_shared_rows_on_hopper_has_room(dim, sequences, settings):
+    """Consumers for all rows that share keys."""
+    sizes = {"head_dim": dim, "v_head_dim": dim, "q_heads": 8, "kv_heads": 1}
+    sizes |= {"merged": (1, sequences, 8)}
+    problem = dataclasses.replace(support._BASE["decode"], **support._PACKED, **sizes)
+    config = prefill_sm90.Config.default(problem)
+    assert (config.warpgroups, config.block_kv, config.stages) == settings
+    assert _config.fits(prefill_sm90, problem, config)
+
+
+def test_a_config_that_matmuls_do_not_take():
+    """Keys of other devices, in tiles that are no whole swizzles."""
+    problem = attention(fetches=2)
+    with pytest.raises(ValueError, match=r"^Config\.block_kv must be a multiple of \d+ where "):
+        flash_fwd_sm90.smem_bytes(problem, flash_fwd_sm90.Config(1, block_kv=48))
+
+
+def test_a_kernel_of_lists_has_the_stages_of_the_other():
+    kernel = dispatch.TABLES["decode_listed"][0].kernel
+    deep, least = (kernel.config(decode_sm90.Config(stages=n)) for n in (3, 2))
+    assert deep.shallower() == least and least.shallower() is None
+
+
+def test_quantize_has_registers():
+    with pytest.raises(ValueError, match="^registers: expected at least 1, got 0$"):
+        blocks.Config(registers=0)
 
 
 @pytest.mark.parametrize("row", _MEASURED, ids=lambda row: "-".join(map(str, row[:6])))

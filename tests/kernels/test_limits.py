@@ -83,6 +83,7 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
         {"capacities": (2**30,) * 8},
         {"sequences": 2001, "capacities": (8,) * 2001},
         {"kind": "paged", "page_size": 8, "pages": 2**26, "layers": 32},
+        {"layers": 2**28},
         *({"quantized": True, "cache_dtype": "int8"} | x for x in (
             {"head_dim": 96}, {"v_head_dim": 72}, {"capacities": (1022,) * 8},
             {"kind": "per_sequence", "sequences": 1001, "capacities": (1024,) * 1001},
@@ -131,6 +132,7 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
             {"dtype": "float32"},
             {"head_dim": 136},
             {"q_heads": 1024},
+            {"score_program": _LARGE},
         )),
         _PACKED | {"tokens": 1, "q_len": 1},
         _PACKED | _WIDE,

@@ -249,6 +249,30 @@ TERMS = {
     "rows": Term(lambda c: (c.q_heads, POSITIONS), lambda b, h, q, kv: (h, q)),
     "tiles": Term(lambda c: (64, 64), lambda b, h, q, kv: (q // 16, kv // 16)),  # by autodiff
 }
+# Terms that no problem draws: a place that all pairs read, a weight that is NaN past 149 keys, and
+# positions that no float32 holds.
+RARE = {
+    "one_place": Term(
+        lambda c: (1,),
+        lambda b, h, q, kv: ((q - kv + 1000).clip(max=0),),
+        lambda b, h, q, kv: kv & 7,
+        0.02,
+    ),
+    "roots": Term(
+        lambda c: (c.q_heads,),
+        lambda b, h, q, kv: (h,),
+        lambda b, h, q, kv: _root((149 - kv) * (kv % 5)),
+        0.02,
+    ),
+    "far": Term(
+        lambda c: (c.q_heads,), lambda b, h, q, kv: (h,), lambda b, h, q, kv: q - 2**25 - kv, 0.02
+    ),
+}
+_EVERY = TERMS | RARE
+
+
+def _root(x: Any) -> Any:
+    return np.sqrt(x) if isinstance(x, np.ndarray) else jnp.sqrt(x.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +299,7 @@ def draw_learned(seed: int, tiny: bool) -> Learned:
 
 def _aux(case: Learned, turn: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng((turn, 13))
-    terms = [TERMS[name] for name in case.terms]
+    terms = [_EVERY[name] for name in case.terms]
     drawn = [term.size * rng.standard_normal(term.shape(case)) for term in terms]
     return tuple(jnp.asarray(x, case.aux_dtype) for x in drawn)
 
@@ -284,7 +308,7 @@ def added(terms: tuple[str, ...], b: Any, h: Any, q: Any, kv: Any, aux: Any) -> 
     """The sum of the terms, in float32: jax rounds bfloat16 or not, as XLA likes."""
     total: Any = 0
     for name, x in zip(terms, aux, strict=True):
-        term = TERMS[name]
+        term = _EVERY[name]
         number = x[term.index(b, h, q, kv)].astype(jnp.float32)
         total = total + term.weight(b, h, q, kv) * number
     return total
@@ -350,7 +374,7 @@ def _summed(case: Learned, at: tuple[Any, ...], ds: np.ndarray) -> dict[str, np.
     """The gradients of the arrays by that of the scores, [B, N, T, S]."""
     results = {}
     for n, name in enumerate(case.terms):
-        term = TERMS[name]
+        term = _EVERY[name]
         shape, wide = term.shape(case), ds.astype(np.float64) * term.weight(*at)
         index = np.ravel_multi_index(np.broadcast_arrays(*term.index(*at)), shape)
         index = np.broadcast_to(index, ds.shape).reshape(-1)

@@ -59,6 +59,11 @@ def _part(number: Any, size: int) -> Any:
     return lax.div(number, np.int32(size))
 
 
+def _bytes(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """Which of two numbers of 8 bits it is."""
+    return jnp.where(q % 4 < kv % 5, jnp.uint8(3), jnp.uint8(200)) == jnp.uint8(3)
+
+
 def _narrow(b: Any, h: Any, q: Any, kv: Any, x: Any, y: Any) -> Any:
     """Each term in arithmetic that numbers of another type would do otherwise."""
     captured = jnp.asarray(BYTES)
@@ -81,6 +86,7 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "batch": (lambda b, h, q, kv: (kv < 70 * b + 30) | (q - kv > 64), ()),
     "distant": (lambda b, h, q, kv: (kv % 16 == q % 16) & (abs(q - kv) > 3), ()),
     "narrow": (_narrow, ("bytes", "unsigned")),
+    "bytes": (_bytes, ()),
     "tiles": (lambda b, h, q, kv, t: t[q // 64, kv // 64], ("blocks",)),
     "nothing": (lambda b, h, q, kv: q < -kv - 10, ()),
     # Block lists, as `kv_blocks` makes them
@@ -97,6 +103,7 @@ ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "table": (lambda b, h, q, kv, t: t[h, q - kv + POSITIONS], ("table",)),
     "keys": (lambda b, h, q, kv, t: t[kv % 16], ("few",)),
     "of_rows": (lambda b, h, q, kv, slope: 0.25 * q - slope[h] * (q - kv), ("slopes",)),
+    "queries": (lambda b, h, q, kv, slope: slope[h] * q, ("slopes",)),
 }
 BEND = 20.0
 JOINED: dict[str, Callable[[Any, Any], Any]] = {

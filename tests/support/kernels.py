@@ -483,7 +483,9 @@ KERNELS = (
         "folded": (HardDecode(), decode_sm80.Config(stages=2, grid=9)),
     }, caches(Decode(q_len=2), decode_sm80.Config(stages=2, grid=5)) | {
         "partials": (Decode(**LONG, **TWO), decode_sm80.Config(stages=2, grid=20)),
-    } | quantized(decode_sm80.Config(stages=2, grid=5))),
+    } | quantized(decode_sm80.Config(stages=2, grid=5)) | {
+        "quantized_128_keys": (Quantized(), decode_sm80.Config(tile=128, stages=2, grid=5)),
+    }),
     Row("decode_mla.sm90", decode_cases.check, {
         "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=1)),
         "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
@@ -522,7 +524,7 @@ KERNELS = (
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
-        {"plain": (HardDecode(lengths=(192, 65), **PACKED_SIZES), (9, 1))},
+        {"plain": (HardDecode(lengths=(192, 65), layers=2, **PACKED_SIZES), (9, 1))},
         {"paged": (PACKED_ROWS, (1, 9, 7, 1))}, FUZZED),
     elsewhere("flash_fwd.sm80_float8",
               "kernels/flash_fwd/test_float8.py::test_portable_interpreted"),

@@ -190,6 +190,7 @@ def branches_of(text: str) -> list[Branch]:
 
 def _visit(node: ast.AST, function: str, branches: list[Branch]) -> None:
     """Adds the branches in `node`, which lies in `function`. What runs at import has none."""
+    around = function
     inner = f"{function}.<locals>." if function and not function.endswith(".") else function
     match node:
         case ast.ClassDef(bases=[*_, ast.Name(id="Protocol")]):
@@ -207,8 +208,8 @@ def _visit(node: ast.AST, function: str, branches: list[Branch]) -> None:
     for test in _conditions(node):
         if in_function and not isinstance(test, ast.Constant):
             branches += [Branch(function, ast.unparse(test), arm, test) for arm in (TRUE, FALSE)]
-    for child in ast.iter_child_nodes(node):
-        _visit(child, function, branches)
+    for child in ast.iter_child_nodes(node):  # defaults of arguments are made around the function
+        _visit(child, around if isinstance(child, ast.arguments) else function, branches)
 
 
 def _conditions(node: ast.AST) -> list[ast.expr]:

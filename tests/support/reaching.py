@@ -2,7 +2,8 @@
 
 After the runs with `pytest --reached=FOLDER`, `python -m tests.support.reaching FOLDER SECONDS
 [SEED]` lowers problems of the fuzzer for that long. Those that reach more are written to `FILE`, a
-word of `-m fuzz --case=` on each line; tests/guards/test_reached.py lowers them.
+word of `-m fuzz --case=` on each line; tests/guards/test_reached.py lowers them. Words that say
+`interpreted` are written by hand: those are run, and compared with the oracle.
 
 Lowering traces a kernel and runs nothing: a variant that no interpreted case runs is at least one
 that Mosaic takes.
@@ -24,8 +25,8 @@ def words() -> list[str]:
     return FILE.read_text().splitlines()
 
 
-def lower(word: str) -> None:
-    """Lowers the problem of a word, by a kernel at least."""
+def attempt(word: str) -> None:
+    """Runs or lowers the problem of a word, as it says, by a kernel at least."""
     tally = fuzz.Tally()
     wrong = fuzz.attempt(word, tally)
     assert wrong is None, f"{fuzz.command(word)}\n    {wrong}"

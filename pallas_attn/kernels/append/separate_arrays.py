@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import AppendProblem, KeepProblem
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Operand
@@ -26,13 +25,6 @@ def most_arrays(each: int) -> int:
     return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
 
 
-def _most_of_a_launch(each: int, problem: AppendProblem | KeepProblem) -> int:
-    """Sequences of a launch; packed rows have one launch."""
-    most = most_arrays(each)
-    packed = isinstance(problem, AppendProblem) and problem.packed
-    return most if packed else min(most, ARRAYS_OF_A_LAUNCH // each)
-
-
 def by_launches(
     caches: dict[str, Any],
     problem: Any,
@@ -44,7 +36,7 @@ def by_launches(
     if not cache_layout.layout_of(problem).separate:
         written = launch({name: (x,) for name, x in caches.items()}, problem, lambda array: array)
         return {name: x for name, (x,) in written.items()}
-    most = _most_of_a_launch(len(caches), problem)
+    most = ARRAYS_OF_A_LAUNCH // len(caches)
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
     results = {name: list(arrays) for name, arrays in caches.items()}
     launches = -(-len(live) // most)  # equal sizes are one kernel

@@ -97,7 +97,8 @@ class Layout:
 
     def has_layer(self, layer: Index) -> Index:
         """Whether the cache has a layer of this number."""
-        return (layer >= 0) & (layer < (1 if self.layers is None else self.layers))
+        assert self.layers is not None
+        return (layer >= 0) & (layer < self.layers)
 
     def arrays_of(
         self, thread: Thread, tables: Sequence[tuple[GmemRef, ...]], sequence: Index
@@ -238,13 +239,11 @@ class Interleaved(Paged):
 
     def box(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of `rows` rows of a head in the array."""
-        layer = () if self.layers is None else (1,)
-        return *layer, 1, rows, 1, columns
+        return 1, rows, 1, columns
 
     def coordinates(self, row: Row) -> tuple[Index, ...]:
         """Indices of the row in all axes of the array but the last."""
-        layer = () if row.layer is None else (row.layer,)
-        return *layer, row.page, self.row_in_slab(row.position), row.head
+        return row.page, self.row_in_slab(row.position), row.head
 
     def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
         start = self.row_in_slab(row.position)
@@ -272,9 +271,6 @@ class Listed(Paged):
 
     def has_page(self, page: Index) -> Index:
         return (page >= 0) & (page < self.rows)
-
-    def lacks_page(self, page: Index) -> Index:
-        return (page < 0) | (page >= self.rows)
 
     def entry(self, position: Index) -> Index:
         return position

@@ -173,7 +173,8 @@ def exponentials(logits: Array, unit: Unit, base: Array, offset: Array | None = 
     if offset is not None:
         relative = mosaic.broadcast_rows(base, offset.shape) - offset
         tiled = lax.concatenate([relative] * (logits.shape[1] // PARTIALS), 1)
-        return jnp.exp2((logits if unit is None else logits * unit) - tiled)
+        assert unit is not None
+        return jnp.exp2(logits * unit - tiled)
     if isinstance(unit, Array) and unit.ndim:
         unit = mosaic.broadcast_rows(unit, logits.shape)
     logits = logits if unit is None else logits * unit

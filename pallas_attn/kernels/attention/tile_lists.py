@@ -311,7 +311,6 @@ def _seen_of_tiles(
     kv_len = problem.kv_len if inputs.kv_lengths is None else each(inputs.kv_lengths)
     numbers = b, h, row + offset, key
     shown = _program.evaluate(program, numbers, inputs.mask_aux, _Once())
-    shown = jnp.reshape(shown, (1,) * 5) if jnp.ndim(shown) == 0 else shown
     shown = shown & (row < q_len) & (key < kv_len)
     if hidden is not None:
         whole = zip(hidden.shape[2:], (q_tiles * rows, kv_tiles * block), strict=True)

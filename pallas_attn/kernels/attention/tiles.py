@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
@@ -331,18 +330,6 @@ def arrays_limit(functions: Sequence[Program]) -> Limit | None:
             "give each batch row or head a call of its own, or compute more of it in the function",
         )
     return None
-
-
-def has_no_scores(problem: AttentionProblem) -> bool:
-    """Whether there is nothing to launch."""
-    return 0 in (problem.batch, problem.q_len, problem.kv_len, problem.q_heads)
-
-
-def results_without_scores(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
-    """out and lse of rows that see no key."""
-    heads, rows = problem.q_heads, problem.q_len
-    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.result_dtype)
-    return out, jnp.full((problem.batch, heads, rows), -jnp.inf, jnp.float32)
 
 
 def _divided(n: Index, by: int) -> Index:

@@ -38,7 +38,6 @@ from pallas_attn.kernels.decode import (
     combine_splits,
     limits,
     loads,
-    lost,
     mainloop,
     packed,
     quantized_mainloop,
@@ -131,9 +130,7 @@ class Config(limits.RingConfig):
         )
         if many_heads and max(problem.capacities) <= SHORT:
             # Half of a head's last tile is idle. Six stages were 9 % slower than three.
-            few = dataclasses.replace(config, tile=64, stages=3)
-            if bytes_of_launch(problem, few) <= mosaic.SMEM_LIMIT:
-                return few
+            return dataclasses.replace(config, tile=64, stages=3)
         share = 4 if problem.quantized or is_float32 else 2
         few_rows = rows.row_blocks == 1
         most = min(widest_tile(problem), keys // grid // share, 2**16 // row if few_rows else 0)
@@ -364,8 +361,6 @@ def run(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    if problem.has_no_rows:
-        return lost.results_without_rows(inputs, problem)
     if not problem.packed:
         some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
         return some(inputs, problem, config)

@@ -34,8 +34,7 @@ def meet(ctx: ThreadContext) -> None:
 
 def wait(ctx: ThreadContext) -> None:
     """Waits for the tile that threads have just begun to copy, with a single stage."""
-    if ctx.plan.tiling.stages == 1:
-        wait_and_meet(ctx, 0)
+    wait_and_meet(ctx, 0)
 
 
 def load_pages(ctx: ThreadContext) -> Index:

@@ -70,9 +70,6 @@ def over(base: Kernel) -> Kernel:
         return base.smem_bytes(_first_launch(problem, fills), config.of_lists)
 
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-        if problem.has_no_rows:
-            return lost_rows.results_without_rows(inputs, problem)
-
         def launch(part: DecodeInputs, lists: DecodeProblem) -> tuple[Array, Array]:
             return base.run(part, lists, config.of_lists)
 

@@ -80,8 +80,6 @@ def run(
     """out and lse of a call by `launch`, which takes sequences: [M, t, N, Hv] and [M, N, t]; packed
     rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].
     """
-    if problem.has_no_rows:
-        return lost_rows.results_without_rows(inputs, problem)
     if problem.tokens is None:
         return launch(inputs, problem, config)
     outs, lses = [], []

@@ -60,11 +60,6 @@ class KeyTiling:
         return (self.kv_tiles - 1).bit_length()
 
     @property
-    def ragged_keys(self) -> bool:
-        """Whether the last kv tile may hold rows that are no keys."""
-        return "kv_lengths" in self.problem.arrays or self.problem.kv_len % self.block_kv != 0
-
-    @property
     def is_listed(self) -> bool:
         """Whether query tiles are numbers in a list: see `tile_lists.tiles`."""
         return self.problem.mask_program is not None
@@ -108,12 +103,10 @@ class KeyTiling:
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
-        """The sections of spans of query tiles that occur: "low" and "high" need a mask, "full"
-        needs none.
+        """The sections of spans of query tiles that occur where these are not listed: "low" and
+        "high" need a mask, "full" needs none.
         """
         arrays = self.problem.arrays
-        if self.is_listed:
-            return frozenset(("full", "high"))
         if "mask_array" in arrays and not self.reads_key_mask:
             return frozenset(("low",))
         offsets = known_offsets(self.problem)

@@ -573,8 +573,6 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] in q's dtype, log-sum-exp float32 [B, N, T]."""
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     rows, heads = tma_operands.rows_in_tma(problem.q_len), problem.q_heads
     kernel = plgpu.kernel(

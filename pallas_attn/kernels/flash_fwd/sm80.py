@@ -390,8 +390,6 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     if problem.v_head_dim <= wide_heads.COLUMNS:
         return _launch(inputs, problem, config)
     results: list[tuple[jax.Array, jax.Array]] = []

@@ -186,8 +186,6 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv], log-sum-exp float32 [B, N, T]."""
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     sizes = problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim
     out = jax.ShapeDtypeStruct(sizes, problem.result_dtype)

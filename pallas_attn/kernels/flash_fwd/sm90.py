@@ -342,8 +342,6 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     refs, fetched = operands(plan, inputs), []
     if problem.fetches > 1:

@@ -529,8 +529,6 @@ def run(
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. XLA pads q, k and v where T or
     S is above 8 and no multiple of 8, H is no multiple of 128, or Hv is not 512.
     """
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     out_type = (

@@ -53,7 +53,7 @@ from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.config import check, first_that_fits
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.mosaic import BARRIERS, MULTIPROCESSORS
 from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
@@ -91,15 +91,11 @@ class Config:
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        """The first that fits in registers and shared memory."""
-        narrow = max(problem.head_dim, problem.v_head_dim) <= 64
+        """The largest that fits in registers and shared memory."""
+        if max(problem.head_dim, problem.v_head_dim) > 64:
+            return cls(2, 64, 2)
         rows = {n: tma_operands.round_up(problem.q_len, ROWS * n) for n in (2, 3)}
-        choices = [cls(2, 64, 2), cls(1, 64, 2)]
-        if narrow and rows[3] <= 1.1 * rows[2]:
-            choices.insert(0, cls(3, 64, 4))
-        elif narrow:
-            choices.insert(0, cls(2, 64, 4))
-        return first_that_fits(problem, smem_bytes, choices)
+        return cls(3 if rows[3] <= 1.1 * rows[2] else 2, 64, 4)
 
 
 @functools.lru_cache(maxsize=256)

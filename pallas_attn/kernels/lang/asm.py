@@ -49,11 +49,10 @@ class Int:
     __gt__ = _comparison(arith.CmpIPredicate.sgt)
     __ge__ = _comparison(arith.CmpIPredicate.sge)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, a: Any, b: Any) -> "Int":
+    def __array_ufunc__(self, ufunc: Any, method: str, a: "Int", b: Any) -> "Int":
         """NumPy's minimum and maximum, with which a Mask computes its bounds."""
         del method
-        op = {"minimum": arith.minsi, "maximum": arith.maxsi}[ufunc.__name__]
-        return a._with(op, b) if isinstance(a, Int) else b._with(op, a)
+        return a._with({"minimum": arith.minsi, "maximum": arith.maxsi}[ufunc.__name__], b)
 
 
 def do(ptx: str, operands: list[ir.Value], constraints: str) -> None:

@@ -157,13 +157,10 @@ def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTil
         def load(place):
             return arith.extui(asm.i32(), llvm.load(byte, utils.getelementptr(base, [place], byte)))
 
-        for at, register in np.ndenumerate(index.registers):
-            if isinstance(register.type, ir.VectorType):
-                count = ir.VectorType(register.type).shape[0]
-                values = [load(vector.extract(register, [], [i])) for i in range(count)]
-                registers[at] = vector.from_elements(register.type, values)
-            else:
-                registers[at] = load(register)
+        for at, register in np.ndenumerate(index.registers):  # vectors
+            count = ir.VectorType(register.type).shape[0]
+            values = [load(vector.extract(register, [], [i])) for i in range(count)]
+            registers[at] = vector.from_elements(register.type, values)
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
 
     def twin(ref, index):

@@ -25,14 +25,11 @@ def gather(ref: GmemRef, index: jax.Array, layout: Layout) -> jax.Array:
         def load(place):
             return llvm.load(kind, utils.getelementptr(base, [place], kind))
 
-        for at, register in np.ndenumerate(index.registers):
-            if isinstance(register.type, ir.VectorType):
-                count = ir.VectorType(register.type).shape[0]
-                places = [vector.extract(register, [], [i]) for i in range(count)]
-                result = ir.VectorType.get((count,), kind)
-                registers[at] = vector.from_elements(result, [load(x) for x in places])
-            else:
-                registers[at] = load(register)
+        for at, register in np.ndenumerate(index.registers):  # vectors
+            count = ir.VectorType(register.type).shape[0]
+            places = [vector.extract(register, [], [i]) for i in range(count)]
+            result = ir.VectorType.get((count,), kind)
+            registers[at] = vector.from_elements(result, [load(x) for x in places])
         signed = True if isinstance(kind, ir.IntegerType) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
 

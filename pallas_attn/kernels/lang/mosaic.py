@@ -165,8 +165,7 @@ def take_roles(
 
         @pl.when(wg == number)
         def _(role=role, ours=ours):
-            if ours != equal:
-                plgpu.set_max_registers(ours, action="increase" if ours > equal else "decrease")
+            plgpu.set_max_registers(ours, action="increase" if ours > equal else "decrease")
             role()
 
 

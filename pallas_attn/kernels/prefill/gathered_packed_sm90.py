@@ -127,9 +127,6 @@ def _own(inputs: DecodeInputs, problem: DecodeProblem, sequence: Array) -> Decod
 
     names = ("lengths", "new_lengths", "page_table")
     own: dict[str, Any] = {name: of_sequence(getattr(inputs, name)) for name in names}
-    for name in ("mask_left", "mask_right"):
-        bound = getattr(inputs, name)
-        own[name] = of_sequence(bound) if bound is not None and bound.ndim else bound
     if inputs.page_table is None:
         axis = 0 if problem.layers is None else 1
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):

@@ -59,8 +59,6 @@ class Config:
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     other = "leave implementation=None"
-    if not problem.quantized:
-        return Limit("the cache is not quantised", other)
     if (refused := sm90.limit(_widened(problem))) is not None:
         return refused
     size = selection.stored_rows(problem) * (problem.head_dim + problem.v_head_dim) * 2

@@ -275,7 +275,7 @@ def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches, s
     one size are one kernel.
     """
     assert append_copy.mosaic.PARAMETER_BYTES == 32764
-    monkeypatch.setattr(append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    monkeypatch.setattr(append_copy.separate_arrays, "ARRAYS_OF_A_LAUNCH", 2 * 20)
     case = Case("per_sequence", sequences, kv_heads=1, head_dim=8, capacity=4, spread=0)
     text = mosaic.lower_for_cuda(functools.partial(step, case.problem), *shapes_of(case))
     assert text.count("stablehlo.custom_call @mosaic_gpu") == sizes
@@ -320,7 +320,7 @@ def test_scan_over_layers_in_place_on_the_gpu(kind, rng):
 @pytest.mark.gpu
 def test_more_sequences_than_a_launch_holds_on_the_gpu(rng, monkeypatch):
     """With room for fewer than there is: 2100 of them take 90 s to compile."""
-    monkeypatch.setattr(append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
+    monkeypatch.setattr(append_copy.separate_arrays, "ARRAYS_OF_A_LAUNCH", 2 * 20)
     case = Case("per_sequence", 50, kv_heads=1, head_dim=8, capacity=4, spread=2)
     inputs = case.draw(rng)
     assert_same_bytes(on_gpu_in_place(case, inputs), case.expected(inputs))

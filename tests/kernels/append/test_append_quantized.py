@@ -54,6 +54,15 @@ def by_head_dim(rng, dim, dtype):
         return values.reshape(2, -1, 3, dim).astype(jnp.dtype(dtype))
 
 
+@pytest.mark.guards
+def test_rows_of_other_dtypes_are_widened_first(rng):
+    rows = jnp.asarray(rng.standard_normal((2, 3, 2, 20)), "float8_e5m2")
+    with mosaic.interpret():
+        got = written(rows, "int8", rng)
+    for x, want in zip(got, expected(rows.astype("float32"), "int8"), strict=True):
+        assert_same_bytes(x, want)
+
+
 # Words of 16, 8, 4 and 2 bytes; rows of 1 to 32 threads, several words a thread, and an odd end.
 DIMS = (1, 3, 20, 64, 72, 128, 300, 576)
 

@@ -20,7 +20,7 @@ import pallas_attn
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import config as _config
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as kernel
@@ -52,6 +52,7 @@ SOME = pallas_attn.mask_fn(
     np.random.default_rng(0).random((8, 150)) < 0.3,
 )
 ALIBI = lambda b, h, q, kv, m: -m[h] * (q - kv), 2.0 ** -np.linspace(1, 8, 128, dtype=np.float32)
+OF_QUERIES = lambda b, h, q, kv, x: x[q % 4], np.arange(4, dtype=np.float32)
 # Every argument adds something, by an array by distance and one by key; some keys are hidden.
 ADDED = (
     lambda b, h, q, kv, t, x: t[h, (q - kv).clip(0, 149)] + x[b, kv],
@@ -124,6 +125,7 @@ INTERPRETED = {
         Case(lengths=(45, 3), q_len=3, head_dim=72, v_head_dim=328, mask=sliding_window(20)),
         kernel.Config(tile=32, grid=3, stages=2, load_first=True),
     ),
+    "scores_of_queries": (Case(lengths=(65, 3), q_len=2, adds=OF_QUERIES), SMALL),
 }  # fmt: skip
 
 
@@ -354,17 +356,6 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
         assert decode_sm80.limit(problem) is None
         config = PORTABLE.default(problem)
         assert decode_sm80.smem_bytes(problem, config) <= gpu_specs.shared_memory("sm86")
-
-
-@every_kind
-def test_nothing_to_read(kind):
-    case = Case(kind, (0, 3), capacity=0)
-    inputs = DecodeInputs(jnp.ones((2, 1, 8, 64)), None, None, jnp.asarray([0, 3]), None, None)
-    problem = dataclasses.replace(case.problem, capacities=(0, 0))
-    out, lse = kernel.run(inputs, problem, SMALL)
-    assert out.shape == (2, 1, 8, 64) and out.dtype == jnp.bfloat16
-    assert not np.asarray(out[0], np.float32).any() and (np.asarray(lse[0]) == -np.inf).all()
-    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
 
 
 # ---- the plan ------------------------------------------------------------------------------------

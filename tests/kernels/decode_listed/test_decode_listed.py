@@ -93,6 +93,7 @@ class Case(decode_cases.Case):
                 at = lengths[m] - (self.starts[m + 1] - row[0])
             lost = lengths[m] > self.capacities[m]
             keys = [int(x) for x in indices[row] if 0 <= x < lengths[m] and not lost]
+            keys = [x for x in keys if self.hides is None or x % 3 != m]
             yield row, (m, at), [x for x in keys if self.mask.allows(at, x)], lost
 
 
@@ -157,6 +158,11 @@ INTERPRETED = {
         "sm90",
         Case("stacked", (100, 300, 9), layers=2, starts=(1, 3, 4, 9), mask=FULL),
         {"grid": 2},
+    ),
+    "function": (
+        "sm80",
+        Case("paged", (70, 130), hides=pa.mask_fn(lambda b, h, q, kv: kv % 3 != b), mask=FULL),
+        SMALL,
     ),
     "threads": ("sm80", Case("paged", (70, 130), q_len=3, mask=sliding_window(50)), SMALL),
     "latent_pages": (

@@ -61,6 +61,8 @@ CASES = {
     "three_chunks_wide": (
         Case(lengths=(130,), q_len=3, q_heads=50, head_dim=448, v_head_dim=384), SMALL
     ),
+    "wide_no_rest": (Case(lengths=(70,), q_heads=33, head_dim=512, v_head_dim=512), SMALL),
+    "blocks_of_rest": (Case(lengths=(65, 130), head_dim=320, v_head_dim=256), SMALL),
     "combined_apart": (
         Case(lengths=(330, 3), q_heads=40, capacity=384, sinks=True),
         kernel.Config(stages=2, grid=9),

@@ -4,10 +4,15 @@ races watched and, with `-m gpu`, on the real thing, beside dS by hand, added up
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, sliding_window
 from pallas_attn._call import config
+from pallas_attn.kernels.flash_bwd import aux_sums
 from tests.support import fuzz, subjects
 from tests.support.fuzz_derivatives import Learned, learned_inputs, run_learned, with_learned
 
@@ -40,6 +45,10 @@ CASES = {
     "of_every_distance": case("offsets", 130, 260, mask=FULL),
     "float32": case("buckets", dtype="float32"),
     "wide": case("slopes", 70, 70, head_dim=160, **OF_EACH),
+    "of_rows_and_alibi": case("rows slopes", 70, 150, **OF_EACH),
+    "of_one_place": case("one_place", 70, 150, **OF_EACH),
+    "of_roots": case("roots", 70, 150, **OF_EACH),
+    "of_far": case("far", 70, 70, q_offset=2**25, **OF_EACH),
 }
 
 
@@ -85,6 +94,33 @@ def test_sums_of_keys_interpreted(name, changes):
 @pytest.mark.parametrize("name", ["t5_lengths", "alibi_grouped", "of_rows", "float32", "wide"])
 def test_portable_interpreted(name):
     interpreted(name, "sm80")
+
+
+@pytest.mark.guards
+def test_sums_that_are_sorted_interpreted(monkeypatch):
+    """They are too many to compare each with all elements."""
+    monkeypatch.setattr(aux_sums, "MOST_COMPARED", 0)
+    interpreted("of_keys", "sm90")
+
+
+@pytest.mark.guards
+def test_a_weight_that_depends_on_the_score_interpreted():
+    """The score is the one after softcap, as in the reference."""
+    rng, names = np.random.default_rng(5), ("q", "k", "v", "do")
+    q, k, v, do = (jnp.asarray(rng.standard_normal((1, 70, 2, 32)), "bfloat16") for _ in names)
+
+    def gradient(q, k, v, do, rates, *, implementation):
+        def out(rates):
+            score = pa.score_fn(lambda s, b, h, q, kv, x: s * x[h], rates)
+            options = {"softcap": 2.0, "implementation": implementation}
+            return pa.flash_attention(q, k, v, score=score, **options)
+
+        return jax.vjp(out, rates)[1](do)[0]
+
+    subject = subjects.Subject("interpreted", "sm90", "sm90")
+    arrays = q, k, v, do, jnp.asarray([0.5, 2.0], jnp.float32)
+    got, want = subject.call(gradient, *arrays), gradient(*arrays, implementation="reference")
+    np.testing.assert_allclose(got, want, 0.02, 0.02)
 
 
 @pytest.mark.gpu

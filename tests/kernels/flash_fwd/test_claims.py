@@ -65,6 +65,13 @@ def test_blocks_claim_all_work_tiles(name):
         forward.check(case, config)
 
 
+def test_work_tiles_of_a_function_are_not_claimed():
+    """Some may take no kv tile."""
+    program = pa.mask_fn(lambda b, h, q, kv: q < kv).program
+    problem = dataclasses.replace(forward.problem_of(plain(128, 128, (2, 1))), mask_program=program)
+    assert not sm90.plan_of(problem, sm90.Config(**TWO, claims=True)).order.claims
+
+
 def count_claims(monkeypatch):
     """A list, to which every claim adds how many work tiles it took."""
     counts, take = [], threads.BlockOfThreads.take

@@ -81,6 +81,8 @@ READ += [("anywhere", "zigzag", 2, BOTH, 64)]
 # Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
 READ += [("unseen", "zigzag", 2, BOTH, 64)]
 READ += [("causal", "zigzag", 4, (1,), 64), ("full", "contiguous", 4, (2,), 64)]
+# A sink, with which work tiles without a key take no kv tile; and a mask that asks for no offset.
+READ += [("documents, sinks", "contiguous", 2, (0,), 64)]
 
 
 def gathered_for(name, problem, device):
@@ -93,7 +95,9 @@ def gathered_for(name, problem, device):
     if name == "anywhere":
         offsets = ((10**6, 100), (-1000, 10**6))[device][-problem.batch :]
     gathered = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
-    if name in ("documents", "claimed", "unseen"):
+    if name == "documents, sinks":
+        gathered = gathered._replace(sinks=jnp.zeros(2), q_offset=None)
+    if name in ("documents", "documents, sinks", "claimed", "unseen"):
         ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
         q_ids = jnp.concatenate([ids[:, n : n + problem.q_len] for n in offsets])
         q_ids = q_ids.at[0].add(1000 if name == "unseen" else 0)
@@ -116,11 +120,12 @@ def test_what_is_fetched_is_read_as_if_it_were_here(
         not_yet = np.zeros(128, np.int32)
         monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
     masks = {"full": pa.FULL, "window": pa.sliding_window(100), "ahead": pa.Mask(right=200)}
+    masks["documents, sinks"] = pa.FULL
     mask = masks.get(name, pa.CAUSAL)
     sizes = {"keys": 256 * shards, "shards": shards, "rows": rows}
     here, all_keys = (problem_of(order, mask, fetches=x, **sizes) for x in (True, False))
     inputs = {device: gathered_for(name, all_keys, device) for device in devices}
-    if name == "anywhere":
+    if name in ("anywhere", "documents, sinks"):
         here, all_keys = (dataclasses.replace(x, offsets=()) for x in (here, all_keys))
     context, awaited = pa.Context("cp", order), []
 

@@ -159,3 +159,16 @@ def test_gpus_before_ada_refuse_by_name(gpu):
     with device.assume(gpu), pytest.raises(pa.UnsupportedError, match=reason) as error:
         jax.eval_shape(by_name.flash_attention, q, q, q)
     assert "multiply them by their scales and cast q, k and v to one of them" in str(error.value)
+
+
+@pytest.mark.guards
+def test_a_mask_function_interpreted(rng):
+    """It hides what the same mask in an array hides."""
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((1, rows, 1, 64)), "float8_e4m3fn") for rows in (65, 70, 70)
+    )
+    seen = pa.mask_fn(lambda b, h, q, kv: kv % 4 == q % 4)
+    subject = next(row for row in subjects.ROWS if row.name == "interpreted")
+    got = subject.call(pa.flash_attention, q, k, v, mask=seen)
+    want = subject.call(pa.flash_attention, q, k, v, mask_array=jnp.asarray(seen.dense(65, 70)))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.02, 0.02)

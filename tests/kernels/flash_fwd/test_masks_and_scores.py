@@ -14,8 +14,8 @@ import pallas_attn as pa
 from pallas_attn import masks
 from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
-from pallas_attn.kernels.attention import tile_lists
-from tests.support import fuzz, fuzz_positions, in_numpy, subjects
+from pallas_attn.kernels.attention import listed_tiles, tile_lists
+from tests.support import fuzz, fuzz_positions, in_numpy, mosaic, subjects
 from tests.support.fuzz_positions import Case
 from tests.support.problems import cases
 
@@ -54,13 +54,21 @@ def subject_of(generation, interpreted):
     [
         *(("sm90", "documents", "table"), ("sm80", "signs", None)),
         *(("sm90", "nothing", None), ("sm80", "narrow", None), ("sm90", "blocks", "linear")),
-        ("sm90", "tiles", None),
+        *(("sm90", "tiles", None), ("sm90", "bytes", "queries")),
     ],
 )
 def test_in_the_interpreter(generation, mask, score):
-    few = mask in ("nothing", "narrow") or score == "linear"
+    few = mask in ("nothing", "narrow", "bytes") or score == "linear"
     facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {"bent": score == "table"}
     check(subject_of(generation, True), mask, score, **facts)
+
+
+def test_lists_of_many_tiles_in_the_interpreter(monkeypatch):
+    """XLA makes them where they are too many for the small kernel; large reads are not kept."""
+    monkeypatch.setattr(listed_tiles, "MOST_PAIRS", 0)
+    monkeypatch.setattr(tile_lists, "MOST_READ", 0)
+    facts = {"q_len": 70, "kv_len": 75, "batch": 1}
+    check(subject_of("sm90", True), "signs", None, **facts)
 
 
 def test_a_mask_of_keys_beside_a_function_in_the_interpreter():
@@ -343,3 +351,13 @@ def test_blocks_that_a_mask_carries(name):
     assert (carrying & pa.CAUSAL).kinds is None and pa.mask_fn(lambda b, h, q, kv: q > kv).blocks(
         9, 9
     ).kinds is None
+
+
+@pytest.mark.guards
+def test_a_mask_of_more_elements_than_int32_counts_lowers():
+    """It is copied with rows and keys of whole tiles."""
+    rows = jax.ShapeDtypeStruct((1, 46344, 1, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((1, 1, 46344, 46344), jnp.bool_)
+    call = lambda q, mask: pa.flash_attention(q, q, q, mask_array=mask)  # noqa: E731
+    with device.assume("sm90"):
+        assert "mosaic_gpu" in mosaic.lower_for_cuda(call, rows, mask)

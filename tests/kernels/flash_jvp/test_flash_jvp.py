@@ -82,7 +82,7 @@ CASES = {
     "float16": case(dtype="float16", q=(1, 70, 2, 128), v_dim=128, kv=(90, 1)),
     "panels": case(q=(2, 67, 2, 72), kv=(93, 2), v_dim=72, kv_lengths=(93, 51)),
     "panels_wide": case(mask=CAUSAL, q=(1, 81, 2, 104), kv=(81, 1), v_dim=88),
-    "of_q": case("q", mask=CAUSAL),
+    "of_q": case("q", mask=CAUSAL, kv_lengths=(90, 51)),
     "of_k": case("k"),
     "of_v": case("v", mask=CAUSAL),
 }

@@ -42,6 +42,9 @@ SPLIT = dataclasses.replace(SMALL, splits=2)
 TWO = {"q_heads": 8, "kv_heads": 2}  # for the lookup of rows; after that heads are alike
 
 
+OF_SEQUENCES = lambda b, h, q, kv, x: x[b], np.arange(9, dtype=np.float32)
+
+
 def case(**changes) -> Case:
     sizes = {"lengths": SHORT, "capacity": 208, "q_len": 40, "q_heads": 4, "kv_heads": 1}
     return Case(**(sizes | changes))
@@ -90,6 +93,15 @@ def test_separate_caches_of_several_launches_interpreted(name, monkeypatch):
     assert len(separate_caches.groups(call.problem, 2)) > 1
     with mosaic.interpret():
         check(call, config)
+
+
+@pytest.mark.guards
+def test_separate_caches_whose_numbers_a_function_reads_interpreted():
+    """One launch, however many they are."""
+    lengths = (3, 9, 0, 17, 30, 31, 32, 8, 5)
+    call = case(kind="per_sequence", lengths=lengths, capacity=32, q_len=9, adds=OF_SEQUENCES)
+    with mosaic.interpret():
+        check(call, ONE)
 
 
 @pytest.mark.parametrize(

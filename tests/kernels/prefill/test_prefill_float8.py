@@ -126,7 +126,7 @@ def problem_of(q, cache, **changes):
 
 # A cache, the problem's options, and the Config: splits, one consumer, tiles of 64 and 128 keys.
 CASES = {
-    "stacked": (("stacked", "float8_e4m3fn", 2), {}, {"block_kv": 64, "grid": 3}),
+    "stacked": (("stacked", "float8_e4m3fn", 2), {}, {"block_kv": 64, "grid": 3, "in_turn": True}),
     "per_sequence": (
         ("per_sequence", "float8_e5m2", None),
         {"softcap": 4.0},

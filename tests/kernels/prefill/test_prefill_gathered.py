@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import FULL, Mask, sliding_window
+from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import dispatch, selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.flash_fwd import sm80, sm90_wide
 from pallas_attn.kernels.prefill import gathered, gathered_packed_sm90
+from pallas_attn.masks import AT_RUN_TIME
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support import operations as support
@@ -76,6 +77,19 @@ def agree(case, kernel: Kernel = KERNELS["gathered_sm80"], gpu: str = "sm80"):
 def test_interpreted(name):
     with mosaic.interpret():
         agree(SOME[name])
+
+
+@pytest.mark.guards
+def test_a_window_that_arrives_at_run_time_interpreted():
+    case = Case(lengths=(0, 3, 130), q_len=9, mask=sliding_window(37))
+    kernel, inputs = KERNELS["gathered_sm80"], case.inputs(0, fill=np.nan)
+    problem = dataclasses.replace(case.problem, mask=CAUSAL.filled(left=AT_RUN_TIME))
+    config = kernel.config.default(problem)
+    run = jax.jit(functools.partial(kernel.run, problem=problem, config=config))
+    with mosaic.interpret():
+        got, want = run(inputs._replace(mask_left=jnp.int32(36))), launched(case, inputs)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (x, y)))
 
 
 def packed_agree(case, counts):
