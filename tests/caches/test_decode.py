@@ -4,6 +4,8 @@ Kernels in the interpreter have the same options and lengths in
 tests/kernels/decode/test_decode_kernel.py and test_cases.py, so most tests here leave them out.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -268,8 +268,6 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
-    if tiles.has_no_scores(problem):
-        return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     if config.batch_rows > 1:
         inputs = batch_rows.joined_inputs(inputs, config.batch_rows)
