@@ -51,11 +51,19 @@ def empty(kind, sequences, dtype, layers=None):
     return PagedCache.create(sequences, pages, PAGE, capacity=CAPACITY, **sizes)
 
 
-def holding(kind, k, v, lengths, *, layers=None):
+def holding(kind, k, v, lengths, *, layers=None, poison=None):
     """A cache whose sequence m holds the first lengths[m] rows of k, v [M, S, K, H], in the last
-    layer if there are some.
+    layer if there are some. `poison`, an rng: NaN wherever nothing is written, and pages in an
+    order of its own.
     """
-    cache = empty(kind, len(lengths), k.dtype, layers).extend(jnp.asarray(lengths, jnp.int32))
+    cache = empty(kind, len(lengths), k.dtype, layers)
+    if poison is not None:
+        filled = lambda x: jnp.full_like(x, jnp.nan)  # noqa: E731
+        changes = {name: jax.tree.map(filled, getattr(cache, name)) for name in "kv"}
+        if kind == "paged":
+            changes["free_list"] = jnp.asarray(poison.permutation(np.asarray(cache.free_list)))
+        cache = dataclasses.replace(cache, **changes)
+    cache = cache.extend(jnp.asarray(lengths, jnp.int32))
     layer = {} if layers is None else {"layer": layers - 1}
     return pa.write_kv(cache, k, v, **layer, implementation="reference")
 

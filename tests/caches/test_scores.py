@@ -66,7 +66,7 @@ def test_a_score_function(rng, subject, kind, count, options):
     """
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), count, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    cache = holding(kind, k, v, LENGTHS, poison=rng)
     out, lse = subject.call(pa.decode_attention_with_lse, q, cache, score=SCORE, **options)
     wanted = {"bias": everywhere(LENGTHS, count), "tensor_cores": subject.tensor_cores}
     budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **options, **wanted))
@@ -83,7 +83,7 @@ def test_a_function_that_adds_nothing(rng):
     """It is given scaled, capped scores, and its result is the logit."""
     q, k, v = rows(rng, 2, CAPACITY, "float32")
     q, lengths = q[:, :3], (CAPACITY, 9)
-    cache = holding(rng, "stacked", k, v, lengths)
+    cache = holding("stacked", k, v, lengths)
     half = pa.score_fn(lambda s, b, h, q, kv: jnp.where((q - kv) % 2 == 0, s, s * 0.5 + 1))
     options = {"scale": 0.4, "softcap": 2.0}
     got = pa.decode_attention(q, cache, score=half, **options)
@@ -155,7 +155,7 @@ def test_all_positions_in_a_list(rng, subject):
     """A function is given positions, wherever a list has them."""
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), 2, subject.dtype)[0]
-    cache = holding(rng, "paged", k, v, LENGTHS, fill=np.nan)
+    cache = holding("paged", k, v, LENGTHS, poison=rng)
     order = np.broadcast_to(rng.permutation(CAPACITY), (len(LENGTHS), 2, CAPACITY))
     listed, plain = (
         subject.call(pa.decode_attention_with_lse, q, cache, score=SCORE, **more)
@@ -177,7 +177,7 @@ def test_shared_pages_are_read_by_each_sequence(rng):
 def test_arrays_may_be_mapped_and_differentiated(rng):
     """By the reference."""
     q, k, v = rows(rng, 2, 8, "float32")
-    cache = holding(rng, "stacked", k, v, (8, 5))
+    cache = holding("stacked", k, v, (8, 5))
 
     def attend(slopes):
         score = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), slopes)

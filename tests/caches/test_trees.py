@@ -42,7 +42,7 @@ def test_a_tree(rng, subject, kind, drafts):
     options = {"softcap": 3.0} if kind == "paged" else {}
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    cache = holding(kind, k, v, LENGTHS, poison=rng)
     parents = some_parents(len(LENGTHS), drafts)
     more = options | {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)}
     call = subject.call
@@ -68,7 +68,7 @@ def test_a_tree_in_a_window(rng, subject, kind, drafts, window, traced):
     """
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    cache = holding(kind, k, v, LENGTHS, poison=rng)
     parents = some_parents(len(LENGTHS), drafts)
 
     def call(q, cache, left, implementation=None):
@@ -96,7 +96,7 @@ def test_a_tree_of_which_a_device_has_some_rows(rng, subject, kind, window):
     held = np.clip(ends, 0, CAPACITY).astype(np.int32)
     _, k, v = rows(rng, len(ends), CAPACITY, subject.dtype)
     q = rows(rng, len(ends), drafts, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, tuple(held.tolist()), fill=np.nan)
+    cache = holding(kind, k, v, tuple(held.tolist()), poison=rng)
     parents = some_parents(len(ends), drafts)
     begins = tuple(jnp.asarray(x - drafts, jnp.int32) for x in (held, ends))
     left = None if window is None else window - 1
@@ -116,7 +116,7 @@ def test_a_window_of_any_int32(rng):
     """A traced window wider than the sequence is none; one that is negative shows nothing."""
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, "float32")
     q, parents = rows(rng, len(LENGTHS), 5, "float32")[0], some_parents(len(LENGTHS), 5)
-    cache = holding(rng, "stacked", k, v, LENGTHS, fill=np.nan)
+    cache = holding("stacked", k, v, LENGTHS, poison=rng)
 
     @jax.jit
     def call(left):
@@ -218,7 +218,7 @@ def test_a_mask_function(rng, subject, kind, band):
     drafts, mask = 6, FUNCTION if band == pa.FULL else band & FUNCTION
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
-    cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
+    cache = holding(kind, k, v, LENGTHS, poison=rng)
     out, lse = subject.call(pa.decode_attention_with_lse, q, cache, mask=mask)
     sizes = (len(LENGTHS), KV_HEADS * GROUP, drafts, CAPACITY)
     b, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])

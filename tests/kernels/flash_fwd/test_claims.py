@@ -16,6 +16,7 @@ from pallas_attn._call import config as _config
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import claims, tile_scheduler, tma_operands
 from pallas_attn.kernels.flash_fwd import documents, sm90, sm90_defaults
+from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 from tests.kernels.flash_fwd import test_flash_fwd as forward
 from tests.support import mosaic, threads
 from tests.support.problems.case import AttentionCase
@@ -172,7 +173,7 @@ def test_claims_are_for_keys_that_l2_does_not_hold():
         forward.problem_of(plain(rows + 8, rows + 8, (8, 2), 128)),
     ):
         config = sm90.Config.default(problem)
-        assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+        assert config.claims and sm90.smem_bytes(problem, config) <= SMEM_LIMIT
         assert dataclasses.replace(config, claims=False) == sm90.Config.default(fetching(rows // 4))
     for other in (
         forward.problem_of(plain(rows, rows, (8, 2), 128)),
@@ -214,7 +215,7 @@ def test_shared_memory_is_enough(dim):
     """At every head dim, with what is fetched from another GPU too."""
     problem = problem_of(sm90_defaults.LONG, (8, 4), dim, ("q_offset",))
     config = sm90.Config.default(problem)
-    assert config.claims and sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    assert config.claims and sm90.smem_bytes(problem, config) <= SMEM_LIMIT
     changes = {
         "arrays": (*problem.arrays, "device"),
         "kv_len": 2 * sm90_defaults.LONG,

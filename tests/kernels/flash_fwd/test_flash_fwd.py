@@ -23,6 +23,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, mask_span
 from pallas_attn.kernels.flash_fwd import documents, segments
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
+from pallas_attn.kernels.lang.mosaic import SMEM_LIMIT
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask, sliding_window
 from tests.support import aot, budget, mosaic
@@ -398,7 +399,7 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
             chosen = dispatch.select(some, None)
             assert chosen.implementation == "sm90"
             need = chosen.kernel.smem_bytes(some, chosen.kernel.config.default(some))
-            assert need <= kernel.SMEM_LIMIT
+            assert need <= SMEM_LIMIT
 
 
 # ---- the schedule -------------------------------------------------------------------------------
