@@ -26,10 +26,10 @@ PROGRAMS = {
     "append/sm90/stacked": (1, {}),
     "append/sm90/per_sequence": (1, {}),
     "append/sm80/paged": (1, {}),
-    "decode_mla/sm90/heads128": (1, {"": 256}),  # a few scalars
+    "decode_mla/sm90/heads128": (2, {"": 256}),  # one combines partials
     "decode_mla/sm90/heads16_paged": (1, {}),
     "decode_mla/sm80/per_sequence": (1, {}),
-    "decode_listed/latent_sm90/heads128": (2, {"": 256}),  # one combines partials
+    "decode_listed/latent_sm90/heads128": (2, {"": 256}),
     "decode_listed/latent_sm90/heads16": (1, {}),
     "decode_listed/sm90/gradients": (1, {}),
     "flash_jvp/sm90/h128_causal": (None, {"": 32}),
