@@ -98,9 +98,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
     return dataclasses.replace(
         sm90.plan_of(problem, config.prefill),
         producer_of=widening_producer.producer_of,
-        widening=widening_producer.Widening(
-            config.slots, config.producers, problem.cache_dtype
-        ),
+        widening=widening_producer.Widening(config.slots, config.producers, problem.cache_dtype),
     )
 
 
