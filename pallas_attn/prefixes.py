@@ -112,7 +112,7 @@ class SharedPrefixes:
     own_lengths: Array  # int32[M]: rows of each sequence that are in no part
     own_page_table: Array  # int32[M, W]
     covered: Array  # int32[M]: entries of each sequence's page table that its parts have
-    # Of the cache that was searched: copies, as it may be donated.
+    # Copies of the arrays that were searched, which may be donated.
     of_lengths: Array  # int32[M]
     of_page_table: Array  # int32[M, W]
     tokens: int = dataclasses.field(metadata={"static": True})
