@@ -40,7 +40,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_launches_and_spills(name):
-    """Where launches are counted, copies are, too."""
+    """Copies are counted beside launches."""
     launches, most = PROGRAMS[name]
     build = builds.BUILDS[name]
     how = {"target": build.target, "donate_argnums": build.donate}

@@ -524,7 +524,8 @@ KERNELS = (
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
-        {"plain": (HardDecode(lengths=(192, 65), layers=2, **PACKED_SIZES), (9, 1))},
+        {name: (HardDecode(lengths=(192, 65), layers=layers, **PACKED_SIZES), (9, 1))
+         for name, layers in (("plain", None), ("layers", 2))},
         {"paged": (PACKED_ROWS, (1, 9, 7, 1))}, FUZZED),
     elsewhere("flash_fwd.sm80_float8",
               "kernels/flash_fwd/test_float8.py::test_portable_interpreted"),

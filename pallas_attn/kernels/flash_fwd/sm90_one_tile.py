@@ -65,8 +65,8 @@ linear_scores = Special("kernels.attention.linear_scores")  # a slope and an off
 
 WORK_TILES = StaticList(ahead=2)
 SLOTS = 2  # work tiles of a warpgroup in shared memory
-MOST_KEYS = 256  # of a kv tile
-MOST_NUMBERS = 16384  # of K, or V, of a kv tile: a warpgroup has room for two
+MOST_KEYS = 256  # in a kv tile
+MOST_NUMBERS = 16384  # elements of K, or of V, in a kv tile: a warpgroup has room for two
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,10 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     if problem.layers is not None:
         index = jnp.clip(inputs.layer, 0, problem.layers - 1)
         layer = jnp.where(inputs.layer == index, 0, -1)  # one that the cache lacks stays one
-    k, v = _converted(inputs, problem, index) if problem.unscaled else widen(inputs, problem, index)
+    if problem.unscaled:  # interleaved pages, which have no layers and no array of V
+        k, v = inputs.k_cache.astype(problem.dtype), None
+    else:
+        k, v = widen(inputs, problem, index)
     widened = inputs._replace(k_cache=k, v_cache=v, k_scale=None, v_scale=None, layer=layer)
     return sm90.run(widened, _widened(problem), config.prefill)
 
@@ -93,19 +96,6 @@ def _widened(problem: DecodeProblem) -> DecodeProblem:
     layers = None if problem.layers is None else 1
     changes: dict[str, Any] = {"quantized": False, "unscaled": False, "layers": layers}
     return dataclasses.replace(problem, cache_dtype=problem.dtype, **changes)
-
-
-def _converted(
-    inputs: DecodeInputs, problem: DecodeProblem, layer: Array | None
-) -> tuple[Array, Array | None]:
-    """K and V of a cache without scales, converted by XLA: two arrays, or one of both."""
-
-    def converted(x: Array) -> Array:
-        x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)
-        return x.astype(problem.dtype)
-
-    v = inputs.v_cache
-    return converted(inputs.k_cache), None if v is None else converted(v)
 
 
 # ---- the launch that widens ----------------------------------------------------------------------

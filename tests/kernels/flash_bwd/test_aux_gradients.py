@@ -100,7 +100,8 @@ def test_portable_interpreted(name):
 def test_sums_that_are_sorted_interpreted(monkeypatch):
     """They are too many to compare each with all elements."""
     monkeypatch.setattr(aux_sums, "MOST_COMPARED", 0)
-    interpreted("of_keys", "sm90")
+    some = case("keys", 70, 180, mask=FULL, q_heads=2, kv_heads=1)
+    fuzz.prove(run_learned, some, subjects.Subject("interpreted", "sm90", "sm90"))
 
 
 @pytest.mark.guards

@@ -229,6 +229,14 @@ def test_last_keys_in_eights_interpreted(rows, keys, dims, changes, in_eights):
         check(case, config)
 
 
+@pytest.mark.guards
+def test_a_mask_of_few_columns_interpreted():
+    """40 bytes of a row are no multiple of what TMA swizzles, so threads load them."""
+    case = dataclasses.replace(of_size(64, 80, (64, 64)), mask_shape=(1, 1, 64, 80))
+    with mosaic.interpret():
+        check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=40))
+
+
 def plan_of(name, config):
     return kernel.plan_of(problem_of(case_named(name)), config)
 

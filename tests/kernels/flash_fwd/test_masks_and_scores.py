@@ -63,6 +63,16 @@ def test_in_the_interpreter(generation, mask, score):
     check(subject_of(generation, True), mask, score, **facts)
 
 
+def test_lists_that_a_mask_carries_in_the_interpreter(rng):
+    """The bits that the mask gives without them."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 1, 64)), "bfloat16") for n in (70, 75, 75))
+    ids = np.sort(rng.integers(0, 3, (2, 80)), axis=1).astype(np.int32)
+    mask = pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], ids)
+    subject = subject_of("sm90", True)
+    some = mask, mask.blocks(70, 75, batch=2)
+    fuzz.same_bits(*(subject.call(pa.flash_attention, q, k, v, mask=x) for x in some))
+
+
 def test_lists_of_many_tiles_in_the_interpreter(monkeypatch):
     """XLA makes them where they are too many for the small kernel; large reads are not kept."""
     monkeypatch.setattr(listed_tiles, "MOST_PAIRS", 0)
