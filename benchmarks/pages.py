@@ -47,8 +47,8 @@ _PEERS = {"cudnn": "cuDNN", "flash_attention_4": "FlashAttention-4", "fa4_jax": 
 _FIRST_READ = """\
 On an H200: TFLOP/s of `forward`, `both` (forward and backward) and `prefill`, TB/s of live K and V
 of `decode`, in bfloat16. A peer without a figure was not timed there, or does not take the case. In
-italics: timed in a run of its own, by [another
-method](cases.md#peers-in-runs-of-their-own)."""
+italics: timed in a run of its own
+([how](cases.md#peers-in-runs-of-their-own))."""
 _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
 inputs. Results were checked before they were timed, and peers took turns with ours in the same

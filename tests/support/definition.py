@@ -140,7 +140,7 @@ def towards_zero(a: Array, b: Array, some: int = 8) -> Array:
 def float8_scores(arguments: dict[str, Any]) -> Array:
     """q @ k of float8 numbers with scales, [B, K, N / K, T, S], as Hopper's tensor cores add up:
     they cut 32 products and the sum before them to `_FLOAT8_BITS` bits behind the first of the
-    largest. With them the lse of a call is as far off as a GPU's, to all digits that it prints.
+    largest. In a problem of the fuzzer lse is 6.975e-3 off by them, and was 6.976e-3 on an H200.
     """
     numbers = {name: np.asarray(arguments[name]).astype(np.float32) for name in "qk"}
     units = {name: np.ones_like(x[..., :1]) for name, x in numbers.items()}
