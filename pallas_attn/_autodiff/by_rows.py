@@ -1,22 +1,25 @@
-"""Attention by the reference, some query rows at a time, for derivatives that no kernel computes:
-jax differentiates it any number of times.
+"""Attention and its gradients by the reference, some query rows at a time, for derivatives that no
+kernel computes: jax differentiates both any number of times.
 
 A few copies of the scores of `ROWS` query rows are in memory at a time, and a backward computes
 them again: memory grows with the rows and the keys, not with their product. Sums over rows are
 taken in float32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import batching, reference
+from pallas_attn._call import axes, batching, reference
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._mesh import sharding
 
 Array = jax.Array
+Named = dict[str, Array]
+Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 ROWS = 512  # query rows that the reference computes as one block
 MOST_LOGITS = 2**26  # largest number of logits of a block; ROWS is cut to it
 RUNS = 8  # runs of query rows, each of which leaves out the keys that none of its rows may see
@@ -31,19 +34,77 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array
     return batching.by_xla(_attention, inputs, batching.resized(problem, inputs))
 
 
+def gradients(
+    problem: AttentionProblem, inputs: AttentionInputs, of_rows: Rows, names: tuple[str, ...]
+) -> Named:
+    """The gradients of some inputs in the dtype of sums, by out, lse and their cotangents of a call
+    that may have had more keys. out and lse are inputs here, with tangents of their own.
+    """
+    problem, operands = batching.resized(problem, inputs), (inputs, *of_rows)
+
+    def run(operands: Any) -> tuple[Array, ...]:
+        found = _gradients(problem, operands[0], operands[1:], names)
+        return tuple([found[name] for name in names])
+
+    arrays, flat, _ = sharding.on_arrays(run, operands)
+    tree, shapes = jax.tree.structure(operands), tuple([x.shape for x in arrays])
+    split = axes.of_attention(problem, tree, shapes, axes.ROWS, names)
+    return dict(zip(names, sharding.by_xla(flat, arrays, split), strict=True))
+
+
+def _precision(problem: AttentionProblem) -> str:
+    return "default" if jnp.dtype(problem.dtype).itemsize == 2 else "highest"
+
+
+def _rows_at_a_time(problem: AttentionProblem) -> int:
+    return max(1, min(ROWS, MOST_LOGITS // (problem.batch * problem.q_heads * problem.kv_len)))
+
+
 def _attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
-    q_len = inputs.q.shape[1]
-    precision = "default" if jnp.dtype(problem.dtype).itemsize == 2 else "highest"
-    rows = max(1, min(ROWS, MOST_LOGITS // (problem.batch * problem.q_heads * problem.kv_len)))
+    q_len, rows = inputs.q.shape[1], _rows_at_a_time(problem)
     if q_len <= rows:
-        return reference.attention(inputs, problem, precision)
+        return reference.attention(inputs, problem, _precision(problem))
     inputs = _in_sum_dtype(inputs)
     results = []
     for start, end, keys in _runs(problem, inputs, rows):
         some = _cut(inputs, slice(start, end), slice(0, keys))
-        results.append(_attend(problem, some, start, min(rows, end - start), precision))
+        results.append(_attend(problem, some, start, min(rows, end - start)))
     out, lse = zip(*results, strict=True)
     return jnp.concatenate(out, axis=1), jnp.concatenate(lse, axis=2)
+
+
+def _gradients(
+    problem: AttentionProblem, inputs: AttentionInputs, of_rows: Rows, names: tuple[str, ...]
+) -> Named:
+    every = jax.tree.leaves((inputs, of_rows))
+    named, of_rows = jax.tree.map(
+        lambda x: sharding.varying_like(x, *every), (inputs.named(), of_rows)
+    )
+    own = {name: named[name].astype(sharding.sum_dtype(named[name].dtype)) for name in names}
+    inputs = AttentionInputs.of(named | own)
+    q_len, rows = inputs.q.shape[1], _rows_at_a_time(problem)
+    if q_len <= rows:
+        return reference.gradients(inputs, problem, of_rows, names, _precision(problem))
+    sums = {name: jnp.zeros_like(x) for name, x in own.items()}
+    for start, end, keys in _runs(problem, inputs, rows):
+        some = _cut(inputs, slice(start, end), slice(0, keys))
+        part = [lax.slice_in_dim(x, start, end, axis=n) for n, x in _with_axes(of_rows)]
+        found = _add_up(problem, some, part, start, min(rows, end - start), names)
+        places = _places(inputs, slice(start, end), slice(0, keys))
+        sums = {name: x + _padded(found[name], places.get(name), x) for name, x in sums.items()}
+    return sums
+
+
+def _with_axes(of_rows: Sequence[Array]) -> list[tuple[int, Array]]:
+    """out, lse, d_out and d_lse with their axes of query rows."""
+    return list(zip((1, 2, 1, 2), of_rows, strict=True))
+
+
+def _padded(x: Array, places: tuple[slice, ...] | None, like: Array) -> Array:
+    """Zeros but for x, which stands at some places."""
+    ends = [at.indices(size)[:2] for at, size in zip(places or (), like.shape)]
+    pads = [(start, size - end) for (start, end), size in zip(ends, like.shape)]
+    return jnp.pad(x, pads) if places else x
 
 
 def _runs(
@@ -64,44 +125,6 @@ def _runs(
     return runs
 
 
-def _cut(inputs: AttentionInputs, rows: slice, keys: slice) -> AttentionInputs:
-    """The arrays of some query rows and some keys; the rows count from the first of them."""
-    fields = {}
-    for name, axes in _AXES.items():
-        x = getattr(inputs, name)
-        for axis, of, size in zip(axes, (rows, keys), _sizes(inputs), strict=True):
-            if x is not None and axis is not None and x.shape[axis] == size:
-                x = jax.lax.slice_in_dim(x, of.start, of.stop, axis=axis)
-        fields[name] = x
-    if inputs.q_lengths is not None:
-        fields["q_lengths"] = jnp.clip(inputs.q_lengths - rows.start, 0, rows.stop - rows.start)
-    return inputs._replace(**fields)
-
-
-def _attend(
-    problem: AttentionProblem, inputs: AttentionInputs, start: int, rows: int, precision: str
-) -> tuple[Array, Array]:
-    """(out, lse) of a run of query rows, `rows` at a time; the first is row `start` of the call."""
-    q_len = inputs.q.shape[1]
-    count = -(-q_len // rows)
-
-    def slab(first: Array, fields: dict[str, Array]) -> tuple[Array, Array]:
-        offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
-        at = jnp.broadcast_to(jnp.asarray(offset + start + first, jnp.int32), (problem.batch,))
-        by_row: Any = fields
-        some = inputs._replace(q_offset=at, **by_row)
-        if inputs.q_lengths is not None:
-            some = some._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
-        return reference.attention(some, batching.resized(problem, some), precision)
-
-    firsts = jnp.arange(count, dtype=jnp.int32) * rows
-    slabs = firsts, _by_row(inputs, count, rows)
-    out, lse = lax.map(lambda x: jax.checkpoint(slab)(*x), slabs)
-    out = jnp.moveaxis(out, 0, 1).reshape(problem.batch, count * rows, *out.shape[3:])
-    lse = jnp.moveaxis(lse, 0, 2).reshape(*lse.shape[1:3], count * rows)
-    return out[:, :q_len], lse[:, :, :q_len]
-
-
 # Axes of query rows and of keys, where an array has them.
 _AXES: dict[str, tuple[int | None, int | None]] = {
     "q": (1, None),
@@ -115,8 +138,91 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-def _sizes(inputs: AttentionInputs) -> tuple[int, int]:
-    return inputs.q.shape[1], inputs.k.shape[1]
+def _places(inputs: AttentionInputs, rows: slice, keys: slice) -> dict[str, tuple[slice, ...]]:
+    """Where the arrays that have query rows or keys have some of them."""
+    sizes, found = (inputs.q.shape[1], inputs.k.shape[1]), {}
+    for name, axes_of in _AXES.items():
+        if (x := getattr(inputs, name)) is not None:
+            places = [slice(None)] * x.ndim
+            for axis, some, size in zip(axes_of, (rows, keys), sizes, strict=True):
+                if axis is not None and x.shape[axis] == size:  # not 1, for all
+                    places[axis] = some
+            found[name] = tuple(places)
+    return found
+
+
+def _cut(inputs: AttentionInputs, rows: slice, keys: slice) -> AttentionInputs:
+    """The arrays of some query rows and some keys; the rows count from the first of them."""
+    places = _places(inputs, rows, keys)
+    fields: dict[str, Any] = {name: getattr(inputs, name)[at] for name, at in places.items()}
+    if inputs.q_lengths is not None:
+        fields["q_lengths"] = jnp.clip(inputs.q_lengths - rows.start, 0, rows.stop - rows.start)
+    return inputs._replace(**fields)
+
+
+def _attend(
+    problem: AttentionProblem, inputs: AttentionInputs, start: int, rows: int
+) -> tuple[Array, Array]:
+    """(out, lse) of a run of query rows, `rows` at a time; the first is row `start` of the call."""
+
+    def slab(first: Array, fields: Named) -> tuple[Array, Array]:
+        some = _slab(problem, inputs, start, first, rows, fields)
+        return reference.attention(some, batching.resized(problem, some), _precision(problem))
+
+    out, lse = lax.map(lambda x: jax.checkpoint(slab)(*x), _slabs(inputs, rows))
+    q_len = inputs.q.shape[1]
+    return _joined(out, 1, q_len), _joined(lse, 2, q_len)
+
+
+def _add_up(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    of_rows: Sequence[Array],
+    start: int,
+    rows: int,
+    names: tuple[str, ...],
+) -> Named:
+    """The gradients of a run of query rows, as `_attend` takes it."""
+    q_len = inputs.q.shape[1]
+    slabs = _slabs(inputs, rows)
+    by_row = [name for name in names if name in slabs[1]]
+    ends = (0, jnp.inf, 0, 0)  # an lse of inf: a row past the end has no probabilities
+    cut = [_split(x, n, rows, end) for (n, x), end in zip(_with_axes(of_rows), ends, strict=True)]
+
+    @jax.checkpoint
+    def step(sums: Named, slab: Any) -> tuple[Named, Named]:
+        (first, fields), part = slab
+        some = _slab(problem, inputs, start, first, rows, fields)
+        at_sizes = batching.resized(problem, some)
+        found = reference.gradients(some, at_sizes, part, names, _precision(problem))
+        sums = {name: x + found[name] for name, x in sums.items()}
+        return sums, {name: found[name] for name in by_row}
+
+    named = inputs.named()
+    zeros = {name: jnp.zeros_like(named[name]) for name in names if name not in by_row}
+    sums = {name: sharding.varying_like(x, *jax.tree.leaves(slabs)) for name, x in zeros.items()}
+    sums, parts = lax.scan(step, sums, (slabs, tuple(cut)))
+    return sums | {name: _joined(x, _AXES[name][0], q_len) for name, x in parts.items()}
+
+
+def _slab(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    start: int,
+    first: Array,
+    rows: int,
+    fields: Named,
+) -> AttentionInputs:
+    """The inputs of `rows` query rows from row `first` of a run on, which is row `start` of the
+    call. `fields`: those of its arrays that have query rows.
+    """
+    offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
+    at = jnp.broadcast_to(jnp.asarray(offset + start + first, jnp.int32), (problem.batch,))
+    by_row: Any = fields
+    some = inputs._replace(q_offset=at, **by_row)
+    if inputs.q_lengths is not None:
+        some = some._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
+    return some
 
 
 def _in_sum_dtype(inputs: AttentionInputs) -> AttentionInputs:
@@ -129,15 +235,28 @@ def _in_sum_dtype(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs.of(inputs.named() | every)
 
 
-def _by_row(inputs: AttentionInputs, count: int, rows: int) -> dict[str, Any]:
-    """The arrays with an axis of query rows, in `count` slabs of `rows`."""
-    slabs = {}
+def _slabs(inputs: AttentionInputs, rows: int) -> tuple[Array, Named]:
+    """The first rows of slabs of `rows` query rows, and the arrays with query rows, by slabs."""
+    slabs, q_len = Named(), inputs.q.shape[1]
     for name, (axis, _) in _AXES.items():
         x = getattr(inputs, name)
-        if x is None or axis is None or (name != "q" and x.shape[axis] == 1 < inputs.q.shape[1]):
+        if x is None or axis is None or (name != "q" and x.shape[axis] == 1 < q_len):
             continue
-        pads = [(0, 0)] * x.ndim
-        pads[axis] = (0, count * rows - x.shape[axis])
-        shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
-        slabs[name] = jnp.moveaxis(jnp.pad(x, pads).reshape(shape), axis, 0)
-    return slabs
+        slabs[name] = _split(x, axis, rows)
+    return jnp.arange(-(-q_len // rows), dtype=jnp.int32) * rows, slabs
+
+
+def _split(x: Array, axis: int, rows: int, fill: float = 0) -> Array:
+    """x in slabs of `rows` along an axis, the last filled up: their number comes first."""
+    count = -(-x.shape[axis] // rows)
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, count * rows - x.shape[axis])
+    shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.pad(x, pads, constant_values=fill).reshape(shape), axis, 0)
+
+
+def _joined(slabs: Array, axis: int, size: int) -> Array:
+    """The array whose slabs along an axis these are (`_split`)."""
+    x = jnp.moveaxis(slabs, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, size, axis=axis)

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import by_rows, linear, score_gradients
+from pallas_attn._autodiff.by_rows import Named, Rows
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
@@ -30,8 +31,6 @@ dual = Special("_autodiff.dual")  # results and tangents in one launch
 Array = jax.Array
 Arrays = tuple[Array, ...]
 Results = tuple[Array, Array]  # out and lse, or their tangents or cotangents
-Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
-Named = dict[str, Array]
 MOVING = ("q", "k", "v", "bias")  # inputs along which kernels compute tangents
 
 
@@ -54,6 +53,11 @@ class Call(Protocol):
 
     def definition(self, inputs: AttentionInputs) -> Results:
         """(out, lse), by operations that jax differentiates."""
+
+    def definition_of_gradients(
+        self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
+    ) -> Named:
+        """`gradients`, by operations that jax differentiates, along out and lse too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +118,15 @@ class Derivative:
         return tuple([named[name] for name in self.names])
 
     def definition(self, residuals: Arrays, tangents: Arrays) -> Arrays:
-        run, own = _of_names(self.call, self._residuals(residuals)[0], self.names)
+        run, own = of_names(self.call, self._residuals(residuals)[0], self.names)
         return jax.jvp(run, [own], [self._named(tangents)])[1]
 
     def definition_of_transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        run, own = _of_names(self.call, self._residuals(residuals)[0], self.names)
-        (gradients,) = jax.vjp(run, own)[1](tuple(cotangents))
-        return tuple(gradients[name] for name in self.names)
+        inputs, out, lse = self._residuals(residuals)
+        rows = out, lse, *cotangents
+        found, named = self.call.definition_of_gradients(inputs, rows, self.names), inputs.named()
+        own = [(named[name], found[name]) for name in self.names]
+        return tuple([sharding.gradient_of(x, y).astype(x.dtype) for x, y in own])
 
     def result_types(self, residuals: Arrays, tangents: Arrays) -> linear.Types:
         del tangents
@@ -139,7 +145,7 @@ class Derivative:
         return dict(zip(self.names, arrays, strict=True))
 
 
-def _of_names(
+def of_names(
     call: Call, inputs: AttentionInputs, names: Iterable[str]
 ) -> tuple[Callable[[Named], Results], Named]:
     """The definition of a call as a function of the inputs of these names, and their values."""
@@ -231,6 +237,11 @@ class KernelCall:
     def definition(self, inputs: AttentionInputs) -> Results:
         return by_rows.attention(self.problem, inputs)
 
+    def definition_of_gradients(
+        self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
+    ) -> Named:
+        return by_rows.gradients(self.problem, inputs, rows, names)
+
 
 def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Results:
     """Tangents of out and lse along the sinks: a sink is one more logit without a value row."""
@@ -244,5 +255,5 @@ def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Res
 @functools.partial(jax.jit, static_argnums=0)
 def by_definition(call: Call, inputs: AttentionInputs, tangents: Named) -> Results:
     """The tangents of out and lse by those of some inputs, by operations of jax."""
-    run, own = _of_names(call, inputs, tangents)
+    run, own = of_names(call, inputs, tangents)
     return jax.jvp(run, [own], [tangents])[1]

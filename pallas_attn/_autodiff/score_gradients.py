@@ -1,6 +1,6 @@
 """Gradients of the arrays that a score function reads: the choice of arrays whose gradients the
-backward kernels add up, and the gradients of the others by autodiff of the reference, some query
-rows at a time, while kernels compute those of q, k and v.
+backward kernels add up, and the gradients of the others by the reference, some query rows at a
+time, while kernels compute those of q, k and v.
 
 Many logits read one element of an array: its gradient is a float32 sum over the rows and keys that
 read it. Nothing is computed where these gradients are not asked for.
@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._autodiff import by_rows
+from pallas_attn._autodiff.by_rows import Rows
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import reads
 from pallas_attn._functions.program import Program
-from pallas_attn._mesh import sharding
-from pallas_attn.merge import cotangents_of_part
 
 Array = jax.Array
-Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 
 
 def by_kernels(problem: AttentionProblem, numbers: list[int]) -> tuple[int, ...]:
@@ -47,35 +45,16 @@ def _is_summed(program: Program | None, number: int) -> bool:
 
 
 def of_call(
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
-    numbers: list[int],
-    rows: Rows,
-    *,
-    some_keys: bool = False,
+    problem: AttentionProblem, inputs: AttentionInputs, numbers: list[int], rows: Rows
 ) -> list[Array]:
-    """The gradients of some of `inputs.score_aux`, in float32. `some_keys`: the inputs have only
-    some of the keys that `rows` are results of.
+    """The gradients of some of `inputs.score_aux`, in float32; `rows` may be results of more keys
+    than are here.
     """
-    return _of_call(problem, tuple(numbers), some_keys, inputs, rows)
+    return _of_call(problem, tuple([f"score_aux{n}" for n in numbers]), inputs, rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _of_call(
-    problem: AttentionProblem,
-    numbers: tuple[int, ...],
-    some_keys: bool,
-    inputs: AttentionInputs,
-    rows: Rows,
+    problem: AttentionProblem, names: tuple[str, ...], inputs: AttentionInputs, rows: Rows
 ) -> list[Array]:
-    aux, varying = inputs.score_aux, (inputs.q, *rows[2:])
-    wide = [sharding.varying_like(aux[n].astype(jnp.float32), *varying) for n in numbers]
-
-    def attention(*arrays: Array) -> tuple[Array, Array]:
-        read = list(aux)
-        for n, x in zip(numbers, arrays, strict=True):
-            read[n] = x
-        return by_rows.attention(problem, inputs._replace(score_aux=tuple(read)))
-
-    own, pull = jax.vjp(attention, *wide)
-    return list(pull(cotangents_of_part(own, rows) if some_keys else rows[2:]))
+    return list(by_rows.gradients(problem, inputs, rows, names).values())

@@ -63,23 +63,9 @@ def attention(
     in the denominator of each row that sees a key; one of inf makes out 0 and lse inf.
     `precision`: of matmuls.
     """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    batch, q_len, q_heads, _ = q.shape
-    kv_len, kv_heads = k.shape[1], k.shape[2]
-    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
-    if problem.out_dtype is not None:
-        scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
-        each = zip((q, k, v), ends, scales, strict=True)
-        q, k, v = (_dequantised(live(x, end), scale) for x, end, scale in each)
-    q, k, v = (
-        jnp.swapaxes(live(x, end), 1, 2).astype(acc)  # heads first: plain matmuls
-        for x, end in zip((q, k, v), ends, strict=True)
-    )
-    q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
-    aux = [x.astype(acc) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
-    inputs = inputs._replace(score_aux=tuple(aux))  # reads cast back; gradients are summed in acc
+    q_len, kv_len = inputs.q.shape[1], inputs.k.shape[1]
+    dtype = problem.out_dtype or inputs.q.dtype
+    q, k, v, inputs = _heads_first(inputs, problem)
     blocks = _blocks(inputs, problem, q_len, kv_len)
     results = []
     for rows, keys in blocks:
@@ -94,7 +80,70 @@ def attention(
             q, k, v, result = lax.optimization_barrier((q, k, v, result))
         results.append(result)
     out, lse = (jnp.concatenate(x, axis=2) for x in zip(*results, strict=True))
-    return jnp.swapaxes(out, 1, 2).astype(problem.out_dtype or inputs.q.dtype), lse
+    return jnp.swapaxes(out, 1, 2).astype(dtype), lse
+
+
+def gradients(
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    of_rows: tuple[Array, Array, Array, Array],
+    names: tuple[str, ...],
+    precision: str = "highest",
+) -> dict[str, Array]:
+    """The gradients of some inputs (`AttentionInputs.named`) by out, lse and their cotangents, by
+    the formula that the backward kernels compute: jax differentiates it along the inputs, the
+    results and the cotangents. `of_rows` may be those of more keys than are here.
+    """
+    out, lse, d_out, d_lse = of_rows
+    named = inputs.named()
+
+    def operands(own: dict[str, Array]) -> tuple[Array, Array]:
+        q, k, v, some = _heads_first(AttentionInputs.of(named | own), problem)
+        return _logits(q, k, some, problem, precision, slice(None), slice(None)), v
+
+    (logits, v), back = jax.vjp(operands, {name: named[name] for name in names})
+    empty = lse == -jnp.inf  # rows that see no key: their cotangents may be NaN
+    d_out = jnp.where(empty[..., None], 0, jnp.swapaxes(d_out, 1, 2).astype(lse.dtype))
+    delta = (d_out * jnp.swapaxes(out, 1, 2).astype(lse.dtype)).sum(-1) - d_lse
+    delta = jnp.where(empty, 0, delta)
+    probs = jnp.exp(logits - jnp.where(empty, jnp.inf, lse)[..., None])
+    rows = (*v.shape[:2], -1)  # of all query heads that read a kv head
+    by_kv_head = d_out.reshape(*rows, d_out.shape[-1])
+    d_probs = jnp.einsum("bkrh,bksh->bkrs", by_kv_head, v, precision=precision)
+    d_logits = probs * (d_probs.reshape(probs.shape) - delta[..., None])
+    probs_by_kv_head = probs.reshape(*rows, probs.shape[-1])
+    d_v = jnp.einsum("bkrs,bkrh->bksh", probs_by_kv_head, by_kv_head, precision=precision)
+    (found,) = back((d_logits, d_v))
+    if "sinks" in names:
+        sinks = probabilities_of_sinks(inputs.sinks.astype(lse.dtype)[None, :, None], lse)
+        found["sinks"] = -(sinks * delta).sum(axis=(0, 2))
+    return found
+
+
+def _heads_first(
+    inputs: AttentionInputs, problem: AttentionProblem
+) -> tuple[Array, Array, Array, AttentionInputs]:
+    """q [B, K, N / K, T, H], k and v [B, K, S, ..] in the dtype of sums, with zeros past lengths;
+    the inputs, whose `score_aux` have that dtype, too.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    batch, q_len, q_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
+    if problem.out_dtype is not None:
+        scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
+        each = zip((q, k, v), ends, scales, strict=True)
+        q, k, v = (_dequantised(live(x, end), scale) for x, end, scale in each)
+    q, k, v = (
+        jnp.swapaxes(live(x, end), 1, 2).astype(acc)  # heads first: plain matmuls
+        for x, end in zip((q, k, v), ends, strict=True)
+    )
+    q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
+    aux = [x.astype(acc) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
+    # Reads cast back; gradients are summed in acc.
+    return q, k, v, inputs._replace(score_aux=tuple(aux))
 
 
 def _dequantised(x: Array, scale: Array | None) -> Array:
@@ -147,14 +196,32 @@ def _attend(
     """out [B, N, rows, Hv] and lse of some rows of q [B, K, N / K, T, H], which see no keys but
     `keys` of k and v [B, K, S, ..].
     """
+    logits = _logits(q, k, inputs, problem, precision, rows, keys)
+    probs, lse = _softmax(logits, inputs.sinks)
+    by_kv_head = *q.shape[:3], *probs.shape[2:]
+    out = _by_kv_head(precision, "bkgts,bksh->bkgth", probs.reshape(by_kv_head), v[:, :, keys])
+    empty = lse == -jnp.inf  # selected away: cotangents of such rows may be NaN
+    out = jnp.where(empty[..., None], 0, out.reshape(*probs.shape[:3], v.shape[3]))
+    return out, jnp.where(empty, -jnp.inf, lse)
+
+
+def _logits(
+    q: Array,
+    k: Array,
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    precision: str,
+    rows: slice,
+    keys: slice,
+) -> Array:
+    """The logits [B, N, rows, keys] of some rows of q and keys of k; -inf where one is hidden."""
     q_numbers = jnp.arange(q.shape[3], dtype=jnp.int32)[rows]
     kv_pos = jnp.arange(k.shape[2], dtype=jnp.int32)[keys]
-    q, k, v = q[:, :, :, rows], k[:, :, keys], v[:, :, keys]
+    q, k = q[:, :, :, rows], k[:, :, keys]
     batch, kv_heads, group, q_len, _ = q.shape
     shape = batch, kv_heads * group, q_len, k.shape[2]
 
-    matmul = functools.partial(_by_kv_head, precision)
-    logits = matmul("bkgth,bksh->bkgts", q, k).reshape(shape)
+    logits = _by_kv_head(precision, "bkgth,bksh->bkgts", q, k).reshape(shape)
     logits = logits * jnp.asarray(problem.scale, q.dtype)
     if problem.softcap is not None:
         cap = jnp.asarray(problem.softcap, q.dtype)
@@ -179,11 +246,7 @@ def _attend(
     if inputs.q_lengths is not None:
         seen &= (q_numbers[None] < inputs.q_lengths[:, None])[:, None, :, None]
 
-    probs, lse = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
-    out = matmul("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
-    empty = lse == -jnp.inf  # selected away: cotangents of such rows may be NaN
-    out = jnp.where(empty[..., None], 0, out.reshape(*shape[:3], v.shape[3]))
-    return out, jnp.where(empty, -jnp.inf, lse)
+    return jnp.where(seen, logits, -jnp.inf)
 
 
 def _by_kv_head(precision: str, equation: str, x: Array, y: Array) -> Array:

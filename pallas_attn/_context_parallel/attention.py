@@ -67,7 +67,7 @@ class SplitCall:
         def of_launch(inputs: AttentionInputs) -> list[Array]:
             call = launch.problem_of(split, "flash_forward", launch.Launch(inputs, ()))
             call = launch.repeated(*call)
-            return score_gradients.of_call(*call, numbers, rows, some_keys=self.in_ring)
+            return score_gradients.of_call(*call, numbers, rows)
 
         if not self.in_ring:
             return of_launch(gather.launch_of_all(split, inputs))
@@ -82,3 +82,10 @@ class SplitCall:
         call = launch.repeated(*launch.problem_of(split, "flash_forward", whole))
         out, lse = by_rows.attention(*call)
         return layout.by_device(split, out), layout.lse_by_device(split, lse)
+
+    def definition_of_gradients(
+        self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
+    ) -> Named:
+        run, own = derivative.of_names(self, inputs, names)
+        (gradients,) = jax.vjp(run, own)[1](rows[2:])
+        return gradients

@@ -143,7 +143,7 @@ def test_a_tangent_of_one_input(rng, name):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("name, rows", [("plain", 128), ("everything", 2)])
+@pytest.mark.parametrize("name, rows", [("plain", 128), ("bias", 2), ("everything", 2)])
 def test_products_with_a_hessian(rng, monkeypatch, name, rows):
     """Forward over reverse, reverse over forward, of all rows at once, and of two at a time, with
     fewer keys for early rows where the offset is known.
