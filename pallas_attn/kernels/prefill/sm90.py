@@ -154,7 +154,8 @@ def fastest(
         key=lambda config: cost(dataclasses.replace(plan, config=config), keys),
     )
     config = _fitting(plan, config, q_slots=(config.q_slots, 1))
-    return _in_turn(_fitting(plan, config, stages=range(6, 1, -1)))
+    config = _fitting(plan, config, stages=range(6, 1, -1))
+    return _in_turn(config, dataclasses.replace(plan, config=config).tiles.q_tiles)
 
 
 def _configs(problem: AttentionProblem) -> list[Config]:
@@ -183,13 +184,14 @@ def _fitting(plan: Plan, config: Config, **choices: Iterable[int]) -> Config:
     return next((plan.config for plan in plans if bytes_of(plan) <= SMEM_LIMIT), config)
 
 
-def _in_turn(config: Config) -> Config:
+def _in_turn(config: Config, q_tiles: int = 1) -> Config:
     """Two consumers that begin at the same moment may stay in step to the end: both compute their
     softmax at once, while no tensor core has work. Which launches do changes from one machine and
-    cache to the next. Three consumers do not fall in step, and where keys are split all wait for
-    memory.
+    cache to the next. Three consumers do not fall in step, and where keys are split and one of
+    `q_tiles` reads all keys of a kv head, all wait for memory.
     """
-    return dataclasses.replace(config, in_turn=config.warpgroups == 2 and config.splits == 1)
+    busy = config.splits == 1 or q_tiles > 1
+    return dataclasses.replace(config, in_turn=config.warpgroups == 2 and busy)
 
 
 def cost(plan: Plan, keys: int) -> float:

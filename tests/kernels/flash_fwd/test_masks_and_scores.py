@@ -28,10 +28,10 @@ MASKS = tuple(
 )
 
 
-def case_of(mask, score, **facts):
+def case_of(mask, score, band=None, **facts):
     """`mask`, `score`: names of tests/support/fuzz_positions.py."""
     terms = () if mask is None else (("and", mask),)
-    facts = {"mask": pa.CAUSAL if mask == "documents" else pa.FULL} | facts
+    facts["mask"] = band if band is not None else pa.CAUSAL if mask == "documents" else pa.FULL
     return Case("functions", **(SIZES | facts), terms=terms, added=score)
 
 
@@ -163,9 +163,9 @@ def test_a_function_of_one_number_lowers(asks):
 EVERYWHERE = [
     *((mask, None, {}) for mask in MASKS),
     ("documents", "table", {"bent": True}),
-    (None, "alibi", {"mask": pa.CAUSAL}),
+    (None, "alibi", {"band": pa.CAUSAL}),
     ("documents", "of_rows", {}),
-    (None, "of_rows", {"mask": pa.CAUSAL, "q_offset": 9}),
+    (None, "of_rows", {"band": pa.CAUSAL, "q_offset": 9}),
     (None, "table", {"bent": True}),
     ("signs", None, {"q_offset": 9}),
     ("blocks", None, {"kv_lengths": (130, 7), "q_lengths": (137, 50)}),

@@ -234,6 +234,14 @@ def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
     assert splits(1, 16) >= 12 and splits(1, 64) >= 6 and splits(8, 16) == 2
 
 
+def test_who_computes_in_turn():
+    """Two consumers, but where keys are split and a single q tile reads them."""
+    for rows, splits_keys, in_turn in ((1024, False, True), (256, True, True), (24, True, False)):
+        config = Config.default(large(lengths=(8192,), q_len=rows).problem)
+        assert config.warpgroups == 2
+        assert (config.splits > 1, config.in_turn) == (splits_keys, in_turn), rows
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
