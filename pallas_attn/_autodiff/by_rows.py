@@ -102,9 +102,10 @@ def _with_axes(of_rows: Sequence[Array]) -> list[tuple[int, Array]]:
 
 def _padded(x: Array, places: tuple[slice, ...] | None, like: Array) -> Array:
     """Zeros but for x, which stands at some places."""
-    ends = [at.indices(size)[:2] for at, size in zip(places or (), like.shape)]
-    pads = [(start, size - end) for (start, end), size in zip(ends, like.shape)]
-    return jnp.pad(x, pads) if places else x
+    if places is None:
+        return x
+    ranges = [range(n)[at] for at, n in zip(places, like.shape, strict=True)]
+    return jnp.pad(x, [(r.start, n - r.stop) for r, n in zip(ranges, like.shape, strict=True)])
 
 
 def _runs(
@@ -140,15 +141,16 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
 
 def _places(inputs: AttentionInputs, rows: slice, keys: slice) -> dict[str, tuple[slice, ...]]:
     """Where the arrays that have query rows or keys have some of them."""
-    sizes, found = (inputs.q.shape[1], inputs.k.shape[1]), {}
-    for name, axes_of in _AXES.items():
-        if (x := getattr(inputs, name)) is not None:
-            places = [slice(None)] * x.ndim
-            for axis, some, size in zip(axes_of, (rows, keys), sizes, strict=True):
-                if axis is not None and x.shape[axis] == size:  # not 1, for all
-                    places[axis] = some
-            found[name] = tuple(places)
-    return found
+    wanted = (inputs.q.shape[1], rows), (inputs.k.shape[1], keys)
+
+    def places_of(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        places = [slice(None)] * len(shape)
+        for axis, (size, some) in zip(_AXES[name], wanted, strict=True):
+            if axis is not None and shape[axis] == size:  # not 1, for all
+                places[axis] = some
+        return tuple(places)
+
+    return {name: places_of(name, x.shape) for name, x in inputs.named().items() if name in _AXES}
 
 
 def _cut(inputs: AttentionInputs, rows: slice, keys: slice) -> AttentionInputs:
@@ -185,7 +187,7 @@ def _add_up(
     """The gradients of a run of query rows, as `_attend` takes it."""
     q_len = inputs.q.shape[1]
     slabs = _slabs(inputs, rows)
-    by_row = [name for name in names if name in slabs[1]]
+    row_axes = {name: _AXES[name][0] or 0 for name in names if name in slabs[1]}
     ends = (0, jnp.inf, 0, 0)  # an lse of inf: a row past the end has no probabilities
     cut = [_split(x, n, rows, end) for (n, x), end in zip(_with_axes(of_rows), ends, strict=True)]
 
@@ -196,13 +198,13 @@ def _add_up(
         at_sizes = batching.resized(problem, some)
         found = reference.gradients(some, at_sizes, part, names, _precision(problem))
         sums = {name: x + found[name] for name, x in sums.items()}
-        return sums, {name: found[name] for name in by_row}
+        return sums, {name: found[name] for name in row_axes}
 
     named = inputs.named()
-    zeros = {name: jnp.zeros_like(named[name]) for name in names if name not in by_row}
+    zeros = {name: jnp.zeros_like(named[name]) for name in names if name not in row_axes}
     sums = {name: sharding.varying_like(x, *jax.tree.leaves(slabs)) for name, x in zeros.items()}
     sums, parts = lax.scan(step, sums, (slabs, tuple(cut)))
-    return sums | {name: _joined(x, _AXES[name][0], q_len) for name, x in parts.items()}
+    return sums | {name: _joined(x, row_axes[name], q_len) for name, x in parts.items()}
 
 
 def _slab(

@@ -123,7 +123,8 @@ class Derivative:
 
     def definition_of_transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
         inputs, out, lse = self._residuals(residuals)
-        rows = out, lse, *cotangents
+        d_out, d_lse = cotangents
+        rows = out, lse, d_out, d_lse
         found, named = self.call.definition_of_gradients(inputs, rows, self.names), inputs.named()
         own = [(named[name], found[name]) for name in self.names]
         return tuple([sharding.gradient_of(x, y).astype(x.dtype) for x, y in own])

@@ -9,7 +9,6 @@ read it. Nothing is computed where these gradients are not asked for.
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from pallas_attn._autodiff import by_rows
 from pallas_attn._autodiff.by_rows import Rows

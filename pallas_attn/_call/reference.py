@@ -115,8 +115,8 @@ def gradients(
     d_v = jnp.einsum("bkrs,bkrh->bksh", probs_by_kv_head, by_kv_head, precision=precision)
     (found,) = back((d_logits, d_v))
     if "sinks" in names:
-        sinks = probabilities_of_sinks(inputs.sinks.astype(lse.dtype)[None, :, None], lse)
-        found["sinks"] = -(sinks * delta).sum(axis=(0, 2))
+        sinks = named["sinks"].astype(lse.dtype)[None, :, None]
+        found["sinks"] = -(probabilities_of_sinks(sinks, lse) * delta).sum(axis=(0, 2))
     return found
 
 
