@@ -150,16 +150,16 @@ def attention(  # noqa: PLR0913
         plain = definition.naive(narrow)._replace(lse=lse)
         if grids is MANY_GRIDS:
             plain = plain._replace(scores=definition.one_by_one)
-        draws = [results(arrays, arithmetic=plain)]
+        kinds = [plain]
+        if grids is MANY_GRIDS and tensor_cores:
+            kinds.append(plain._replace(scores=definition.towards_zero))
+        draws = [results(arrays, arithmetic=kind) for kind in kinds]
         for seed in range(len(grids) if names else 0):
             other = functools.partial(_reordered, do=do, seed=seed, call=plain_results)
-            draws.append(rotating(other)(arrays, arithmetic=plain))
+            draws.append(rotating(other)(arrays, arithmetic=kinds[seed % len(kinds)]))
         if grids is MANY_GRIDS:  # many rows that see one key
             in_turn = plain._replace(of_rows=of_rows or _in_turn)
             draws.append(results(arrays, arithmetic=in_turn))
-            if tensor_cores:
-                cut = plain._replace(scores=definition.towards_zero)
-                draws.append(results(arrays, arithmetic=cut))
     else:
         grids = grids if names else grids[:1]
         kinds = _narrow(arguments, narrow, grids, tensor_cores)

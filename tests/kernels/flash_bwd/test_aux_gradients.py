@@ -46,7 +46,7 @@ CASES = {
     "float32": case("buckets", dtype="float32"),
     "wide": case("slopes", 70, 70, head_dim=160, **OF_EACH),
     "of_rows_and_alibi": case("rows slopes", 70, 150, **OF_EACH),
-    "of_one_place": case("one_place", 70, 150, **OF_EACH),
+    "of_one_place": case("one_place", 70, 190, **OF_EACH),
     "of_roots": case("roots", 70, 150, **OF_EACH),
     "of_far": case("far", 70, 70, q_offset=2**25, **OF_EACH),
 }
