@@ -26,7 +26,7 @@ import pallas_attn
 from pallas_attn import tuning
 from pallas_attn.masks import Mask
 from pallas_attn.tuning import Fields
-from pallas_lm import gpu_check
+from pallas_lm import gpu_check, machine
 from pallas_lm.gpu_check import OK, WRONG
 from pallas_lm.presets import PRESETS
 
@@ -182,7 +182,9 @@ class Result:
 
 def measured(call: Call, kernel: str, fields: Fields, turns: int) -> Result:
     """The result of a Config, in a process of its own."""
-    asked = [call.kind, call.shape, dataclasses.asdict(call.settings), kernel, fields, turns]
+    folder = jax.config.jax_compilation_cache_dir  # the next one compiles its own Config alone
+    settings = dataclasses.asdict(call.settings)
+    asked = [call.kind, call.shape, settings, kernel, fields, turns, folder]
     process = gpu_check.command(call.settings.gpu, "tune", json.dumps(asked))
     row, verdict, note = gpu_check.answer(process, call.settings.limit)
     return Result(fields, verdict, note=note) if row is None else Result(**row)
@@ -191,7 +193,9 @@ def measured(call: Call, kernel: str, fields: Fields, turns: int) -> Result:
 def work(argv: Sequence[str]) -> None:
     """The program of a process: prints the result of a Config."""
     jax.config.update("jax_traceback_filtering", "off")  # the last line is that of the error
-    kind, shape, settings, kernel, fields, turns = json.loads(argv[0])
+    kind, shape, settings, kernel, fields, turns, folder = json.loads(argv[0])
+    if folder is not None:
+        machine.keep_programs(folder)
     call = Call(kind, tuple(shape), Settings(**settings))
     sys.stdout.write(json.dumps(dataclasses.asdict(timed(call, kernel, fields, turns))) + "\n")
 

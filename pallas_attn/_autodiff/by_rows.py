@@ -43,8 +43,8 @@ def gradients(
     problem, operands = batching.resized(problem, inputs), (inputs, *of_rows)
 
     def run(operands: Any) -> tuple[Array, ...]:
-        found = _gradients(problem, operands[0], operands[1:], names)
-        return tuple([found[name] for name in names])
+        named = _gradients(problem, operands[0], operands[1:], names)
+        return tuple([named[name] for name in names])
 
     arrays, flat, _ = sharding.on_arrays(run, operands)
     tree, shapes = jax.tree.structure(operands), tuple([x.shape for x in arrays])
@@ -89,9 +89,9 @@ def _gradients(
     for start, end, keys in _runs(problem, inputs, rows):
         some = _cut(inputs, slice(start, end), slice(0, keys))
         part = [lax.slice_in_dim(x, start, end, axis=n) for n, x in _with_axes(of_rows)]
-        found = _add_up(problem, some, part, start, min(rows, end - start), names)
+        of_run = _add_up(problem, some, part, start, min(rows, end - start), names)
         places = _places(inputs, slice(start, end), slice(0, keys))
-        sums = {name: x + _padded(found[name], places.get(name), x) for name, x in sums.items()}
+        sums = {name: x + _padded(of_run[name], places.get(name), x) for name, x in sums.items()}
     return sums
 
 
@@ -140,7 +140,7 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
 
 
 def _places(inputs: AttentionInputs, rows: slice, keys: slice) -> dict[str, tuple[slice, ...]]:
-    """Where the arrays that have query rows or keys have some of them."""
+    """The places of some query rows and keys in the arrays that have them."""
     wanted = (inputs.q.shape[1], rows), (inputs.k.shape[1], keys)
 
     def places_of(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -196,9 +196,9 @@ def _add_up(
         (first, fields), part = slab
         some = _slab(problem, inputs, start, first, rows, fields)
         at_sizes = batching.resized(problem, some)
-        found = reference.gradients(some, at_sizes, part, names, _precision(problem))
-        sums = {name: x + found[name] for name, x in sums.items()}
-        return sums, {name: found[name] for name in row_axes}
+        own = reference.gradients(some, at_sizes, part, names, _precision(problem))
+        sums = {name: x + own[name] for name, x in sums.items()}
+        return sums, {name: own[name] for name in row_axes}
 
     named = inputs.named()
     zeros = {name: jnp.zeros_like(named[name]) for name in names if name not in row_axes}

@@ -125,9 +125,9 @@ class Derivative:
         inputs, out, lse = self._residuals(residuals)
         d_out, d_lse = cotangents
         rows = out, lse, d_out, d_lse
-        found, named = self.call.definition_of_gradients(inputs, rows, self.names), inputs.named()
-        own = [(named[name], found[name]) for name in self.names]
-        return tuple([sharding.gradient_of(x, y).astype(x.dtype) for x, y in own])
+        gradients = self.call.definition_of_gradients(inputs, rows, self.names)
+        pairs = [(inputs.named()[name], gradients[name]) for name in self.names]
+        return tuple([sharding.gradient_of(x, y).astype(x.dtype) for x, y in pairs])
 
     def result_types(self, residuals: Arrays, tangents: Arrays) -> linear.Types:
         del tangents

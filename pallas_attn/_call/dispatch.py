@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from pallas_attn._call import batching, device, gpu_specs, reference, selection
+from pallas_attn._call import batching, device, gpu_specs, quantization, reference, selection
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
@@ -325,7 +325,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
     "quantize": (
         Candidate("quantize.blocks", FROM_AMPERE),
-        Reference(reference.quantize_blocks, lambda problem: "it reads every array twice"),
+        Reference(quantization.quantize_blocks, lambda problem: "it reads every array twice"),
     ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),

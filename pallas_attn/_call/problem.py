@@ -380,7 +380,7 @@ class AppendProblem:
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None
-    quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
+    quantized: bool = False  # rows are stored as `quantization.quantize` says, a scale beside each
     byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     packed: bool = False  # inputs.owners is given
     change: Change | None = None  # norm and rotation of the rows of K, before they are stored

@@ -20,6 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from pallas_attn._call import quantization
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import (
     AppendInputs,
@@ -32,8 +33,6 @@ from pallas_attn._call.problem import (
     KeepInputs,
     KeepProblem,
     Kept,
-    QuantizeInputs,
-    QuantizeProblem,
     bounds_of,
     live,
     probabilities_of_sinks,
@@ -97,9 +96,9 @@ def gradients(
     out, lse, d_out, d_lse = of_rows
     named = inputs.named()
 
-    def operands(own: dict[str, Array]) -> tuple[Array, Array]:
-        q, k, v, some = _heads_first(AttentionInputs.of(named | own), problem)
-        return _logits(q, k, some, problem, precision, slice(None), slice(None)), v
+    def operands(some: dict[str, Array]) -> tuple[Array, Array]:
+        q, k, v, others = _heads_first(AttentionInputs.of(named | some), problem)
+        return _logits(q, k, others, problem, precision, slice(None), slice(None)), v
 
     (logits, v), back = jax.vjp(operands, {name: named[name] for name in names})
     empty = lse == -jnp.inf  # rows that see no key: their cotangents may be NaN
@@ -107,17 +106,17 @@ def gradients(
     delta = (d_out * jnp.swapaxes(out, 1, 2).astype(lse.dtype)).sum(-1) - d_lse
     delta = jnp.where(empty, 0, delta)
     probs = jnp.exp(logits - jnp.where(empty, jnp.inf, lse)[..., None])
-    rows = (*v.shape[:2], -1)  # of all query heads that read a kv head
+    rows = (*v.shape[:2], -1)  # query heads and rows that read a kv head
     by_kv_head = d_out.reshape(*rows, d_out.shape[-1])
     d_probs = jnp.einsum("bkrh,bksh->bkrs", by_kv_head, v, precision=precision)
     d_logits = probs * (d_probs.reshape(probs.shape) - delta[..., None])
     probs_by_kv_head = probs.reshape(*rows, probs.shape[-1])
     d_v = jnp.einsum("bkrs,bkrh->bksh", probs_by_kv_head, by_kv_head, precision=precision)
-    (found,) = back((d_logits, d_v))
+    (own,) = back((d_logits, d_v))
     if "sinks" in names:
         sinks = named["sinks"].astype(lse.dtype)[None, :, None]
-        found["sinks"] = -(probabilities_of_sinks(sinks, lse) * delta).sum(axis=(0, 2))
-    return found
+        own["sinks"] = -(probabilities_of_sinks(sinks, lse) * delta).sum(axis=(0, 2))
+    return own
 
 
 def _heads_first(
@@ -483,7 +482,7 @@ def to_bytes(rows: Array) -> Array:
     """
     v, rest = rows[..., : BYTE_ROW.v_head_dim], rows[..., BYTE_ROW.v_head_dim :]
     v = v.reshape(*v.shape[:-1], BYTE_ROW.scales, SCALE_COLUMNS)
-    numbers, scales = quantize(v, BYTE_DTYPE)
+    numbers, scales = quantization.quantize(v, BYTE_DTYPE)
     parts = numbers.reshape(rest.shape[:-1] + (-1,)), scales, rest.astype(jnp.bfloat16)
     as_bytes = [lax.bitcast_convert_type(x, jnp.uint8) for x in parts]
     return jnp.concatenate([x.reshape(*rest.shape[:-1], -1) for x in as_bytes], axis=-1)
@@ -567,84 +566,6 @@ def _rows_held(cache: Buffers, page_table: Array | None, lengths: Array) -> Arra
     return jnp.cumprod(there, axis=1).sum(axis=1).astype(lengths.dtype) * cache.shape[2]
 
 
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-
-
-def quantize(rows: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """rows [..., H] as numbers of a narrow dtype [..., H] and one float32 scale each [...]: a row
-    is close to numbers * scale.
-
-    In float32, every operation rounded to nearest even and none fused:
-
-        scale   = max(max |x| * (1 / largest), 2**-100)     largest: 448, 57344 or 127
-        numbers = convert(x * (1 / scale))
-
-    so that the largest number of a row is the largest of the dtype, and every implementation makes
-    the same bits. The floor of the scale keeps subnormals, which XLA flushes on a CPU and not on a
-    GPU, out of it: a row of zeros has that scale. A row that holds a NaN or an infinity has the
-    scale NaN and zeros for numbers: it is NaN from then on, whatever dtype it lies in.
-    """
-    numbers, scales = quantize_over(rows, dtype, (rows.ndim - 1,))
-    return numbers, scales[..., 0]
-
-
-def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """`quantize` with one scale for all numbers along `axes`, which have length 1 in the scales."""
-    x = x.astype(jnp.float32)
-    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # bits of |x| order as |x| does
-    top = bits.max(axis=axes, keepdims=True)
-    finite = top < 0x7F800000
-    top = lax.bitcast_convert_type(jnp.where(finite, top, 0), jnp.float32)
-    inverse = np.float32(1) / np.float32(_LARGEST[jnp.dtype(dtype).name])
-    scale = jnp.maximum(top * inverse, np.float32(2.0**-100))
-    scaled = jnp.where(finite, x, 0) * _reciprocal(scale)
-    if jnp.dtype(dtype) == jnp.int8:
-        scaled = jnp.round(scaled)
-    return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)
-
-
-def quantize_blocks(inputs: QuantizeInputs, problem: QuantizeProblem) -> tuple[Array, ...]:
-    """q, k and v in float8, and the scales of their blocks of rows; rows past a length are zeros
-    that count in no scale.
-    """
-    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
-    each = [
-        _quantized(live(x, end), blocks, problem.to)
-        for x, end, blocks in zip(inputs[:3], ends, problem.blocks, strict=True)
-    ]
-    numbers, scales = zip(*each, strict=True)
-    return *numbers, *scales
-
-
-def _quantized(x: Array, blocks: int, dtype: str) -> tuple[Array, Array]:
-    """x [B, rows, heads, dim] as numbers and scales [B, blocks, heads]."""
-    batch, rows, heads, dim = x.shape
-    if x.size == 0:
-        return x.astype(dtype), jnp.ones((batch, blocks, heads), jnp.float32)
-    size = rows_of_scale(rows, blocks)
-    x = jnp.pad(x, ((0, 0), (0, blocks * size - rows), (0, 0), (0, 0)))
-    numbers, scales = quantize_over(x.reshape(batch, blocks, size, heads, dim), dtype, (2, 4))
-    return numbers.reshape(x.shape)[:, :rows], lax.squeeze(scales, (2, 4))
-
-
-def _reciprocal(x: Array) -> Array:
-    """1 / x for float32 x from 2**-126 to 2**125, correctly rounded: by long division of integers,
-    since XLA's own division is not on a GPU.
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    divisor = bits & 0x7FFFFF | 0x800000  # 2**23 to 2**24
-    remainder = jnp.full(bits.shape, 2**23, jnp.uint32)
-    quotient = jnp.zeros(bits.shape, jnp.uint32)  # 2**47 / divisor in the end: 2**23 to 2**24
-    for _ in range(3):
-        remainder = remainder << 8
-        quotient = (quotient << 8) + remainder // divisor
-        remainder = remainder % divisor
-    # No quotient lies halfway: that takes a divisor of which 2**48 is an odd multiple.
-    quotient = quotient + (2 * remainder > divisor).astype(jnp.uint32)
-    # A power of two has the quotient 2**24, which carries into the exponent as it should.
-    return lax.bitcast_convert_type(((252 - (bits >> 23)) << 23) + quotient, jnp.float32)
-
-
 def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
     """New rows k, v [M, t, K, H] into the caches, quantised as `quantize` says where the cache has
     scales.
@@ -695,6 +616,7 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
         rows[0] = to_bytes(inputs.k), None
     elif problem.quantized:
         dtype = problem.cache_dtype
+        quantize = quantization.quantize
         rows = [(None, None) if x is None else quantize(x, dtype) for x in (inputs.k, inputs.v)]
     caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale
     new = [pair[n] for n in (0, 1) for pair in rows]

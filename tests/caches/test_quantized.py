@@ -11,7 +11,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
-from pallas_attn._call import reference
+from pallas_attn._call import quantization
 from tests.support import append_cases, messages, subjects
 from tests.support.fuzz_caches import Held
 from tests.support.quantized import LARGEST, awkward_rows, quantized
@@ -30,7 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", LARGEST)
 @every_dtype
 def test_a_row_bit_for_bit(rng, dtype):
     rows = awkward_rows(rng)
-    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
+    got = jax.jit(quantization.quantize, static_argnums=1)(rows, dtype)
     append_cases.assert_same_bytes(got, quantized(rows, dtype))
 
 
@@ -38,7 +38,7 @@ def test_a_row_bit_for_bit(rng, dtype):
 @pytest.mark.parametrize("rows_dtype", ["bfloat16", "float16"])
 def test_a_row_of_another_dtype(rng, dtype, rows_dtype):
     rows = rng.standard_normal((99, 24)).astype(jnp.dtype(rows_dtype))
-    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
+    got = jax.jit(quantization.quantize, static_argnums=1)(rows, dtype)
     append_cases.assert_same_bytes(got, quantized(rows, dtype))
 
 
@@ -66,7 +66,7 @@ def test_the_reciprocal_is_rounded_correctly(rng):
     x = rng.integers(2**23, 252 * 2**23, 2**18, np.int32).view(np.float32)
     powers = np.float32(2.0) ** np.arange(-126, 125, dtype=np.float32)
     x = np.concatenate([x, powers, np.nextafter(powers, np.float32(np.inf))])
-    got = jax.jit(reference._reciprocal)(x)
+    got = jax.jit(quantization.reciprocal)(x)
     np.testing.assert_array_equal(got, np.float32(1) / x)
 
 

@@ -10,7 +10,7 @@ import pallas_attn as pa
 from pallas_attn import tuning
 from pallas_attn._call import config as _config
 from pallas_attn._call import device
-from pallas_lm import gpu_check, tune
+from pallas_lm import gpu_check, machine, tune
 from pallas_lm.tune import Call, Result, Settings
 from tests.support import subjects
 
@@ -196,7 +196,9 @@ def test_a_process_that_cannot_begin_says_why():
 
 
 def test_a_process_is_asked_for_one_config(monkeypatch, capsys):
-    made = []
+    """It keeps its programs where this one does."""
+    made, folders = [], []
+    monkeypatch.setattr(machine, "keep_programs", folders.append)
     monkeypatch.setattr(tune, "timed", lambda *asked: made.append(asked) or Result({}, "ok", 1.5))
 
     def answer(process, limit):
@@ -208,6 +210,7 @@ def test_a_process_is_asked_for_one_config(monkeypatch, capsys):
     call = FORWARD._replace(settings=Settings(shape=[], limit=7, gpu=3))
     assert tune.measured(call, "kernel", {"grid": 78}, 8) == Result({}, "ok", 1.5)
     assert made == [(call, "kernel", {"grid": 78}, 8)]
+    assert folders == [jax.config.jax_compilation_cache_dir]
 
 
 @pytest.fixture

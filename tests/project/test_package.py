@@ -277,7 +277,13 @@ def test_few_imports_within_functions():
 
 
 def test_the_reference_knows_only_records_and_programs():
-    known = {"_call.problem", "_call.byte_rows", "_functions.program", "masks"}
+    known = {
+        "_call.problem",
+        "_call.byte_rows",
+        "_call.quantization",
+        "_functions.program",
+        "masks",
+    }
     assert imports("_call.reference") == known
 
 

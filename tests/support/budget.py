@@ -181,8 +181,9 @@ def _narrow(
     if narrow == "float8":
         scores = definition.float8_scores(arguments)
         return [kind._replace(scores=lambda q, k: scores) for kind in kinds]
-    if grids is MANY_GRIDS and tensor_cores:
-        kinds.append(kinds[0]._replace(scores=definition.towards_zero))
+    if grids is MANY_GRIDS:
+        scores = definition.towards_zero if tensor_cores else definition.one_by_one
+        kinds.append(kinds[0]._replace(scores=scores))
     return kinds
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import reference
+from pallas_attn._call import quantization
 from pallas_attn.kernels.prefill import float8_tiles
 from tests.support import budget
 
@@ -57,7 +57,7 @@ def arguments_of(
     """The call of `flash_attention` on the rows that kernels multiply, `lengths` of them within
     capacities.
     """
-    q, q_scale = reference.quantize(q, jnp.float8_e4m3fn)
+    q, q_scale = quantization.quantize(q, jnp.float8_e4m3fn)
     k, k_scale, v, v_scale = (
         dense(cache, x, layer, lengths) for x in (cache.k, cache.k_scale, cache.v, cache.v_scale)
     )

@@ -1,8 +1,8 @@
 """The scale of numbers that are rounded to 8 bits, and their rounding, in programs of threads.
 
-`reference.quantize` is the definition; the bytes are the same. Magnitudes are compared as integers,
-which order as the floats do and put NaN above infinity above all numbers. GPUs before sm89 convert
-to float8 by hand, in integers.
+`quantization.quantize` is the definition; the bytes are the same. Magnitudes are compared as
+integers, which order as the floats do and put NaN above infinity above all numbers. GPUs before
+sm89 convert to float8 by hand, in integers.
 """
 
 import functools

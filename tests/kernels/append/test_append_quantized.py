@@ -1,4 +1,4 @@
-"""The append kernel where it quantises: every byte as `reference.quantize` says, on every way
+"""The append kernel where it quantises: every byte as `quantization.quantize` says, on every way
 through the kernel, and what its machine code costs.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import device, reference
+from pallas_attn._call import device, quantization
 from pallas_attn._call.problem import AppendInputs, AppendProblem
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import quantize as append_quantize
@@ -107,7 +107,7 @@ def test_rows_on_the_gpu(rng, dim, dtype, rows_dtype):
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_the_reference_makes_the_same_bytes_on_the_gpu(rng, dtype):
     rows = awkward_rows(rng)
-    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
+    got = jax.jit(quantization.quantize, static_argnums=1)(rows, dtype)
     assert_same_bytes(got, quantized(rows, dtype))
 
 
