@@ -38,6 +38,7 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
+FORWARDS = 8  # runs by other forwards than a gradient's own
 LSE_STORED = 2.0**-23  # share of lse by which an exponent of a launch that reads it may be off
 AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
@@ -106,8 +107,9 @@ def attention(  # noqa: PLR0913
 
     `grids`: of the naive runs. With `MANY_GRIDS` every number of every result is held to the worst
     of 64: where one query's delta makes most of a gradient, a single run says little about it. In
-    float32 these add up scores one product at a time, on every machine; one run more adds them up
-    as tensor cores do, which shows where rows see few keys and where logits are large.
+    float32 these add up scores one product at a time, on every machine, and every second one as
+    tensor cores do, which shows where rows see few keys and where logits are large; some more read
+    the lse of a forward that has added up scores in another order.
 
     `of_rows`: how the last of these runs in float32 adds up over query rows; None: term by term.
 
@@ -160,6 +162,8 @@ def attention(  # noqa: PLR0913
         if grids is MANY_GRIDS:  # many rows that see one key
             in_turn = plain._replace(of_rows=of_rows or _in_turn)
             draws.append(results(arrays, arithmetic=in_turn))
+            if do is not None and not handed:
+                draws += _apart(arrays, definition.naive(narrow), do, plain_results, rotating)
     else:
         grids = grids if names else grids[:1]
         kinds = _narrow(arguments, narrow, grids, tensor_cores)
@@ -247,6 +251,21 @@ def tangents(
     oracle = results(arrays, along)
     naive = _worst_of(oracle, draws, set(oracle))
     return expected._replace(oracle=expected.oracle | oracle, naive=expected.naive | naive)
+
+
+def _apart(
+    arrays: dict[str, Any], kind: definition.Arithmetic, do: Any, call: Any, rotating: Any
+) -> list[dict[str, Any]]:
+    """Runs whose gradients read an lse that another launch has made, by sums in another order."""
+    runs = [
+        rotating(functools.partial(_reordered, do=do, seed=seed, call=call))
+        for seed in range(FORWARDS + 1)
+    ]
+    forwards = [np.float32(run(arrays, arithmetic=kind)["lse"]) for run in runs[1:]]
+    return [
+        run(arrays, arithmetic=kind._replace(lse=lse))
+        for run, lse in zip(runs, forwards, strict=False)
+    ]
 
 
 def _attention(arrays: dict[str, Any], *, sums: Any, **options: Any) -> dict[str, Any]:
