@@ -182,7 +182,7 @@ class Result:
 
 def measured(call: Call, kernel: str, fields: Fields, turns: int) -> Result:
     """The result of a Config, in a process of its own."""
-    folder = jax.config.jax_compilation_cache_dir  # the next one compiles its own Config alone
+    folder = jax.config.jax_compilation_cache_dir  # with what the default and the oracle compile to
     settings = dataclasses.asdict(call.settings)
     asked = [call.kind, call.shape, settings, kernel, fields, turns, folder]
     process = gpu_check.command(call.settings.gpu, "tune", json.dumps(asked))

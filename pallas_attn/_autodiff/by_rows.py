@@ -1,9 +1,9 @@
 """Attention and its gradients by the reference, some query rows at a time, for derivatives that no
 kernel computes: jax differentiates both any number of times.
 
-A few copies of the scores of `ROWS` query rows are in memory at a time, and a backward computes
-them again: memory grows with the rows and the keys, not with their product. Sums over rows are
-taken in float32.
+About a dozen arrays of the scores of `ROWS` query rows are in memory at a time, and a backward
+computes them again: memory grows with the rows and the keys, not with their product. Sums over rows
+are taken in float32.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import axes, batching, reference
+from pallas_attn._call.batching import Named
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._mesh import sharding
 
 Array = jax.Array
-Named = dict[str, Array]
 Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 ROWS = 512  # query rows that the reference computes as one block
 MOST_LOGITS = 2**26  # largest number of logits of a block; ROWS is cut to it
@@ -37,9 +37,7 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array
 def gradients(
     problem: AttentionProblem, inputs: AttentionInputs, of_rows: Rows, names: tuple[str, ...]
 ) -> Named:
-    """The gradients of some inputs in the dtype of sums, by out, lse and their cotangents of a call
-    that may have had more keys. out and lse are inputs here, with tangents of their own.
-    """
+    """`reference.gradients` of the inputs `names`, in the dtype of sums."""
     problem, operands = batching.resized(problem, inputs), (inputs, *of_rows)
 
     def run(operands: Any) -> tuple[Array, ...]:
@@ -50,6 +48,15 @@ def gradients(
     tree, shapes = jax.tree.structure(operands), tuple([x.shape for x in arrays])
     split = axes.of_attention(problem, tree, shapes, axes.ROWS, names)
     return dict(zip(names, sharding.by_xla(flat, arrays, split), strict=True))
+
+
+def exact_rows(problem: AttentionProblem, inputs: AttentionInputs, of_rows: Rows) -> Rows:
+    """`of_rows`, with out and lse as exact as the logits of `gradients`: by default a kernel
+    multiplies q and k of float32 in TF32, and the reference does not.
+    """
+    if problem.dtype != "float32" or problem.precision is not None:
+        return of_rows
+    return *attention(problem, inputs), *of_rows[2:]
 
 
 def _precision(problem: AttentionProblem) -> str:
@@ -101,7 +108,7 @@ def _with_axes(of_rows: Sequence[Array]) -> list[tuple[int, Array]]:
 
 
 def _padded(x: Array, places: tuple[slice, ...] | None, like: Array) -> Array:
-    """Zeros but for x, which stands at some places."""
+    """x in an array of zeros of another's shape, at some places; None: at all."""
     if places is None:
         return x
     ranges = [range(n)[at] for at, n in zip(places, like.shape, strict=True)]
@@ -140,7 +147,7 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
 
 
 def _places(inputs: AttentionInputs, rows: slice, keys: slice) -> dict[str, tuple[slice, ...]]:
-    """The places of some query rows and keys in the arrays that have them."""
+    """For each array with query rows or keys, the index that cuts out these rows and keys."""
     wanted = (inputs.q.shape[1], rows), (inputs.k.shape[1], keys)
 
     def places_of(name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -184,11 +191,13 @@ def _add_up(
     rows: int,
     names: tuple[str, ...],
 ) -> Named:
-    """The gradients of a run of query rows, as `_attend` takes it."""
+    """The gradients of one run of query rows, a slab of `rows` at a time; the first is row `start`
+    of the call.
+    """
     q_len = inputs.q.shape[1]
     slabs = _slabs(inputs, rows)
     row_axes = {name: _AXES[name][0] or 0 for name in names if name in slabs[1]}
-    ends = (0, jnp.inf, 0, 0)  # an lse of inf: a row past the end has no probabilities
+    ends = (0, -jnp.inf, 0, 0)  # a row past the end sees no key
     cut = [_split(x, n, rows, end) for (n, x), end in zip(_with_axes(of_rows), ends, strict=True)]
 
     @jax.checkpoint
@@ -215,8 +224,8 @@ def _slab(
     rows: int,
     fields: Named,
 ) -> AttentionInputs:
-    """The inputs of `rows` query rows from row `first` of a run on, which is row `start` of the
-    call. `fields`: those of its arrays that have query rows.
+    """The inputs of one slab: `rows` query rows from row `first` of a run on, which begins at row
+    `start` of the call. `fields`: arrays that are cut to the slab already.
     """
     offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
     at = jnp.broadcast_to(jnp.asarray(offset + start + first, jnp.int32), (problem.batch,))
@@ -239,7 +248,8 @@ def _in_sum_dtype(inputs: AttentionInputs) -> AttentionInputs:
 
 def _slabs(inputs: AttentionInputs, rows: int) -> tuple[Array, Named]:
     """The first rows of slabs of `rows` query rows, and the arrays with query rows, by slabs."""
-    slabs, q_len = Named(), inputs.q.shape[1]
+    q_len = inputs.q.shape[1]
+    slabs: Named = {}
     for name, (axis, _) in _AXES.items():
         x = getattr(inputs, name)
         if x is None or axis is None or (name != "q" and x.shape[axis] == 1 < q_len):
@@ -258,7 +268,7 @@ def _split(x: Array, axis: int, rows: int, fill: float = 0) -> Array:
 
 
 def _joined(slabs: Array, axis: int, size: int) -> Array:
-    """The array whose slabs along an axis these are (`_split`)."""
+    """Undoes `_split`, and drops what filled up the last slab."""
     x = jnp.moveaxis(slabs, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, size, axis=axis)

@@ -19,8 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import by_rows, linear, score_gradients
-from pallas_attn._autodiff.by_rows import Named, Rows
+from pallas_attn._autodiff.by_rows import Rows
 from pallas_attn._call import batching, dispatch
+from pallas_attn._call.batching import Named
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 from pallas_attn._call.special import Special
@@ -57,7 +58,9 @@ class Call(Protocol):
     def definition_of_gradients(
         self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
     ) -> Named:
-        """`gradients`, by operations that jax differentiates, along out and lse too."""
+        """`gradients`, by operations that jax differentiates; if they use out and lse, along them,
+        too.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +234,7 @@ class KernelCall:
             named = batching.compiled_once(backward, chosen, problem, residuals)
         rest = [n for n in numbers if n not in learned]
         if rest:
+            rows = by_rows.exact_rows(self.problem, inputs, rows)
             gradients = score_gradients.of_call(self.problem, inputs, rest, rows)
             named |= {f"score_aux{n}": x for n, x in zip(rest, gradients, strict=True)}
         return named
@@ -241,6 +245,7 @@ class KernelCall:
     def definition_of_gradients(
         self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
     ) -> Named:
+        rows = by_rows.exact_rows(self.problem, inputs, rows)
         return by_rows.gradients(self.problem, inputs, rows, names)
 
 

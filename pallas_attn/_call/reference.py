@@ -89,9 +89,9 @@ def gradients(
     names: tuple[str, ...],
     precision: str = "highest",
 ) -> dict[str, Array]:
-    """The gradients of some inputs (`AttentionInputs.named`) by out, lse and their cotangents, by
-    the formula that the backward kernels compute: jax differentiates it along the inputs, the
-    results and the cotangents. `of_rows` may be those of more keys than are here.
+    """The gradients of the inputs `names` (`AttentionInputs.named`), from out, lse and their
+    cotangents, by the formula that the backward kernels compute. jax differentiates it along all of
+    them. The call that made `of_rows` may have seen more keys than are here.
     """
     out, lse, d_out, d_lse = of_rows
     named = inputs.named()
@@ -106,13 +106,11 @@ def gradients(
     delta = (d_out * jnp.swapaxes(out, 1, 2).astype(lse.dtype)).sum(-1) - d_lse
     delta = jnp.where(empty, 0, delta)
     probs = jnp.exp(logits - jnp.where(empty, jnp.inf, lse)[..., None])
-    rows = (*v.shape[:2], -1)  # query heads and rows that read a kv head
-    by_kv_head = d_out.reshape(*rows, d_out.shape[-1])
-    d_probs = jnp.einsum("bkrh,bksh->bkrs", by_kv_head, v, precision=precision)
-    d_logits = probs * (d_probs.reshape(probs.shape) - delta[..., None])
-    probs_by_kv_head = probs.reshape(*rows, probs.shape[-1])
-    d_v = jnp.einsum("bkrs,bkrh->bksh", probs_by_kv_head, by_kv_head, precision=precision)
-    (own,) = back((d_logits, d_v))
+    group = *v.shape[:2], -1, d_out.shape[2]  # B, kv heads, query heads of each, query rows
+    d_out, by_kv_head = (x.reshape(*group, x.shape[-1]) for x in (d_out, probs))
+    d_probs = _by_kv_head(precision, "bkgth,bksh->bkgts", d_out, v).reshape(probs.shape)
+    d_v = jnp.einsum("bkgts,bkgth->bksh", by_kv_head, d_out, precision=precision)
+    (own,) = back((probs * (d_probs - delta[..., None]), d_v))
     if "sinks" in names:
         sinks = named["sinks"].astype(lse.dtype)[None, :, None]
         own["sinks"] = -(probabilities_of_sinks(sinks, lse) * delta).sum(axis=(0, 2))

@@ -67,7 +67,8 @@ class SplitCall:
         def of_launch(inputs: AttentionInputs) -> list[Array]:
             call = launch.problem_of(split, "flash_forward", launch.Launch(inputs, ()))
             call = launch.repeated(*call)
-            return score_gradients.of_call(*call, numbers, rows)
+            all_keys = rows if self.in_ring else by_rows.exact_rows(*call, rows)
+            return score_gradients.of_call(*call, numbers, all_keys)
 
         if not self.in_ring:
             return of_launch(gather.launch_of_all(split, inputs))
@@ -86,6 +87,7 @@ class SplitCall:
     def definition_of_gradients(
         self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]
     ) -> Named:
+        """By the derivative of `definition`, which computes out and lse again."""
         run, own = derivative.of_names(self, inputs, names)
         (gradients,) = jax.vjp(run, own)[1](rows[2:])
         return gradients

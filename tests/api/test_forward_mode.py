@@ -97,9 +97,10 @@ def drawn_like(rng, tree):
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), tree)
 
 
-def both(rng, name="plain"):
+def both(rng, name="plain", **others):
     """(the call by a kernel, by the reference, its floats, their tangents)"""
     floats, rest = options(rng, name)
+    rest |= others
     ours = functools.partial(attend, rest)
     theirs = functools.partial(attend, rest, implementation="reference")
     return ours, theirs, floats, drawn_like(rng, floats)
@@ -143,13 +144,15 @@ def test_a_tangent_of_one_input(rng, name):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize("name, rows", [("plain", 128), ("bias", 2), ("everything", 2)])
-def test_products_with_a_hessian(rng, monkeypatch, name, rows):
+def test_products_with_a_hessian(rng, monkeypatch, name, rows, precision):
     """Forward over reverse, reverse over forward, of all rows at once, and of two at a time, with
-    fewer keys for early rows where the offset is known.
+    fewer keys for early rows where the offset is known; from out and lse that are computed again,
+    or those of the forward.
     """
     monkeypatch.setattr(by_rows, "ROWS", rows)
-    ours, theirs, floats, along = both(rng, name)
+    ours, theirs, floats, along = both(rng, name, precision=precision)
 
     def loss(f, floats):
         out, lse = f(floats)
@@ -167,6 +170,30 @@ def test_products_with_a_hessian(rng, monkeypatch, name, rows):
     want = jax.jit(forward_over_reverse, static_argnums=0)(theirs)
     for way in (forward_over_reverse, reverse_over_forward):
         assert_same(jax.jit(way, static_argnums=0)(ours), want, 1e-3)
+
+
+class InTF32(InPlaceOfAKernel):
+    """Results that are off by as much as TF32 makes them."""
+
+    def run(self, inputs, problem):
+        out, lse = super().run(inputs, problem)
+        return out * (1 + 2.0**-10), lse + 2.0**-10
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_hessian_of_float32_knows_no_tf32(rng, monkeypatch, precision):
+    """By default a kernel may multiply in TF32; at the highest precision its out and lse are used."""
+    ours, theirs, floats, along = both(rng, "functions", precision=precision)
+    monkeypatch.setitem(dispatch.TABLES, "flash_dual", ())
+    monkeypatch.setitem(dispatch.TABLES, "flash_forward", (InTF32("flash_forward"), REFERENCE))
+    cotangents = drawn_like(rng, theirs(floats))
+    gradient = lambda f: jax.grad(lambda x: inner(f(x), cotangents))  # noqa: E731
+    got, want = (jax.jvp(gradient(f), (floats,), (along,))[1] for f in (ours, theirs))
+    if precision is None:
+        assert_same(got, want)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same(got, want)
 
 
 @pytest.mark.parametrize("stopped", [True, False])

@@ -38,7 +38,7 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
-FORWARDS = 8  # runs by other forwards than a gradient's own
+FORWARDS = 8  # naive gradients that read the lse of a forward with sums in another order
 LSE_STORED = 2.0**-23  # share of lse by which an exponent of a launch that reads it may be off
 AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
@@ -163,7 +163,8 @@ def attention(  # noqa: PLR0913
             in_turn = plain._replace(of_rows=of_rows or _in_turn)
             draws.append(results(arrays, arithmetic=in_turn))
             if do is not None and not handed:
-                draws += _apart(arrays, definition.naive(narrow), do, plain_results, rotating)
+                other = functools.partial(_reordered, do=do, call=plain_results)
+                draws += _by_other_forwards(arrays, definition.naive(narrow), other, rotating)
     else:
         grids = grids if names else grids[:1]
         kinds = _narrow(arguments, narrow, grids, tensor_cores)
@@ -253,18 +254,15 @@ def tangents(
     return expected._replace(oracle=expected.oracle | oracle, naive=expected.naive | naive)
 
 
-def _apart(
-    arrays: dict[str, Any], kind: definition.Arithmetic, do: Any, call: Any, rotating: Any
+def _by_other_forwards(
+    arrays: dict[str, Any], kind: definition.Arithmetic, call: Any, rotating: Any
 ) -> list[dict[str, Any]]:
-    """Runs whose gradients read an lse that another launch has made, by sums in another order."""
-    runs = [
-        rotating(functools.partial(_reordered, do=do, seed=seed, call=call))
-        for seed in range(FORWARDS + 1)
-    ]
+    """Results whose gradients read the lse of another forward, which adds up in another order."""
+    runs = [rotating(functools.partial(call, seed=seed)) for seed in range(FORWARDS + 1)]
     forwards = [np.float32(run(arrays, arithmetic=kind)["lse"]) for run in runs[1:]]
     return [
         run(arrays, arithmetic=kind._replace(lse=lse))
-        for run, lse in zip(runs, forwards, strict=False)
+        for run, lse in zip(runs[:-1], forwards, strict=True)
     ]
 
 

@@ -185,12 +185,13 @@ def _fitting(plan: Plan, config: Config, **choices: Iterable[int]) -> Config:
 
 
 def _in_turn(config: Config, q_tiles: int = 1) -> Config:
-    """Two consumers that begin at the same moment may stay in step to the end: both compute their
-    softmax at once, while no tensor core has work. Which launches do changes from one machine and
-    cache to the next. Three consumers do not fall in step, and where keys are split and one of
-    `q_tiles` reads all keys of a kv head, all wait for memory.
+    """The Config, with `in_turn` where it helps. Two consumers that begin at the same moment may
+    stay in step to the end: both compute their softmax at once, while no tensor core has work.
+    Which launches do changes from one machine and cache to the next. Three consumers do not fall in
+    step. Where keys are split for one of `q_tiles`, all wait for memory; more splits were not
+    timed.
     """
-    busy = config.splits == 1 or q_tiles > 1
+    busy = config.splits == 1 or (config.splits == 2 and q_tiles > 1)
     return dataclasses.replace(config, in_turn=config.warpgroups == 2 and busy)
 
 

@@ -235,11 +235,11 @@ def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
 
 
 def test_who_computes_in_turn():
-    """Two consumers, but where keys are split and a single q tile reads them."""
-    for rows, splits_keys, in_turn in ((1024, False, True), (256, True, True), (24, True, False)):
-        config = Config.default(large(lengths=(8192,), q_len=rows).problem)
-        assert config.warpgroups == 2
-        assert (config.splits > 1, config.in_turn) == (splits_keys, in_turn), rows
+    """Two consumers, but where keys are split in more than two, or a single q tile reads them."""
+    cases = (1, 1024, 1, True), (1, 256, 2, True), (1, 64, 8, False), (8, 32, 2, False)
+    for sequences, rows, splits, in_turn in cases:
+        config = Config.default(large(lengths=(8192,) * sequences, q_len=rows).problem)
+        assert (config.warpgroups, config.splits, config.in_turn) == (2, splits, in_turn), rows
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
