@@ -182,7 +182,7 @@ class InTF32(InPlaceOfAKernel):
 
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_a_hessian_of_float32_knows_no_tf32(rng, monkeypatch, precision):
-    """By default a kernel may multiply in TF32; at the highest precision its out and lse are used."""
+    """By default a kernel may multiply in TF32; at the highest precision its results are used."""
     ours, theirs, floats, along = both(rng, "functions", precision=precision)
     monkeypatch.setitem(dispatch.TABLES, "flash_dual", ())
     monkeypatch.setitem(dispatch.TABLES, "flash_forward", (InTF32("flash_forward"), REFERENCE))
