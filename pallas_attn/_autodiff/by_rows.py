@@ -118,17 +118,18 @@ def _padded(x: Array, places: tuple[slice, ...] | None, like: Array) -> Array:
 def _runs(
     problem: AttentionProblem, inputs: AttentionInputs, rows: int
 ) -> list[tuple[int, int, int]]:
-    """(first query row, end, number of keys) of runs of rows: a row sees no later keys."""
+    """(first query row, end, number of keys) of runs of rows: a row sees no later keys. A run is a
+    multiple of `rows`, or the last rows of the call, which are fewer.
+    """
     q_len, kv_len = inputs.q.shape[1], inputs.k.shape[1]
-    if inputs.q_offset is not None or inputs.q_positions is not None:
-        return [(0, q_len, kv_len)]
-    size = -(-q_len // (rows * RUNS)) * rows
+    anywhere = inputs.q_offset is not None or inputs.q_positions is not None
+    size = q_len if anywhere else -(-q_len // (rows * RUNS)) * rows
+    starts = sorted({*range(0, q_len, size), q_len // rows * rows} - {q_len})
     runs = []
-    for start in range(0, q_len, size):
-        end = min(start + size, q_len)
+    for start, end in zip(starts, [*starts[1:], q_len], strict=True):
         at = problem.q_offset + start, problem.q_offset + end
         bands = problem.mask.widest, problem.mask_within
-        keys = min(int(band.kv_range(*at, kv_len)[1]) for band in bands)
+        keys = kv_len if anywhere else min(int(x.kv_range(*at, kv_len)[1]) for x in bands)
         runs.append((start, end, max(keys, 1)))  # a hidden key where none is seen
     return runs
 
@@ -179,8 +180,7 @@ def _attend(
         return reference.attention(some, batching.resized(problem, some), _precision(problem))
 
     out, lse = lax.map(lambda x: jax.checkpoint(slab)(*x), _slabs(inputs, rows))
-    q_len = inputs.q.shape[1]
-    return _joined(out, 1, q_len), _joined(lse, 2, q_len)
+    return _joined(out, 1), _joined(lse, 2)
 
 
 def _add_up(
@@ -194,11 +194,9 @@ def _add_up(
     """The gradients of one run of query rows, a slab of `rows` at a time; the first is row `start`
     of the call.
     """
-    q_len = inputs.q.shape[1]
     slabs = _slabs(inputs, rows)
     row_axes = {name: _AXES[name][0] or 0 for name in names if name in slabs[1]}
-    ends = (0, -jnp.inf, 0, 0)  # a row past the end sees no key
-    cut = [_split(x, n, rows, end) for (n, x), end in zip(_with_axes(of_rows), ends, strict=True)]
+    cut = [_split(x, axis, rows) for axis, x in _with_axes(of_rows)]
 
     @jax.checkpoint
     def step(sums: Named, slab: Any) -> tuple[Named, Named]:
@@ -212,8 +210,8 @@ def _add_up(
     named = inputs.named()
     zeros = {name: jnp.zeros_like(named[name]) for name in names if name not in row_axes}
     sums = {name: sharding.varying_like(x, *jax.tree.leaves(slabs)) for name, x in zeros.items()}
-    sums, parts = lax.scan(step, sums, (slabs, tuple(cut)))
-    return sums | {name: _joined(x, row_axes[name], q_len) for name, x in parts.items()}
+    sums, parts = lax.scan(step, sums, (slabs, cut))
+    return sums | {name: _joined(x, row_axes[name]) for name, x in parts.items()}
 
 
 def _slab(
@@ -255,20 +253,16 @@ def _slabs(inputs: AttentionInputs, rows: int) -> tuple[Array, Named]:
         if x is None or axis is None or (name != "q" and x.shape[axis] == 1 < q_len):
             continue
         slabs[name] = _split(x, axis, rows)
-    return jnp.arange(-(-q_len // rows), dtype=jnp.int32) * rows, slabs
+    return jnp.arange(q_len // rows, dtype=jnp.int32) * rows, slabs
 
 
-def _split(x: Array, axis: int, rows: int, fill: float = 0) -> Array:
-    """x in slabs of `rows` along an axis, the last filled up: their number comes first."""
-    count = -(-x.shape[axis] // rows)
-    pads = [(0, 0)] * x.ndim
-    pads[axis] = (0, count * rows - x.shape[axis])
-    shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
-    return jnp.moveaxis(jnp.pad(x, pads, constant_values=fill).reshape(shape), axis, 0)
+def _split(x: Array, axis: int, rows: int) -> Array:
+    """x in slabs of `rows` along an axis: their number comes first."""
+    shape = (*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _joined(slabs: Array, axis: int, size: int) -> Array:
-    """Undoes `_split`, and drops what filled up the last slab."""
+def _joined(slabs: Array, axis: int) -> Array:
+    """Undoes `_split`."""
     x = jnp.moveaxis(slabs, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, size, axis=axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -157,6 +157,14 @@ def probabilities_of_sinks(
     return jnp.where(lse == -jnp.inf, 0, exp(below))
 
 
+def gradients_of_sinks(sinks: Array, lse: Array, delta: Array) -> Array:
+    """[N] from [B, N, T] of rows: a sink is one more logit with a probability of its own and no
+    value, so that its dS is P (0 - delta), in every row that sees a key.
+    """
+    p = probabilities_of_sinks(sinks.astype(lse.dtype)[None, :, None], lse)
+    return -jnp.where(lse == -jnp.inf, 0, p * delta).sum(axis=(0, 2))
+
+
 def bounds_of(inputs: WithBounds) -> dict[str, Array]:
     """The bounds of a mask that arrive at run time, by side, from inputs or a kernel's refs."""
     named = {side: getattr(inputs, f"mask_{side}") for side in SIDES}

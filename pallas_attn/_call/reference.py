@@ -34,6 +34,7 @@ from pallas_attn._call.problem import (
     KeepProblem,
     Kept,
     bounds_of,
+    gradients_of_sinks,
     live,
     probabilities_of_sinks,
     rows_of_scale,
@@ -112,8 +113,7 @@ def gradients(
     d_v = jnp.einsum("bkgts,bkgth->bksh", by_kv_head, d_out, precision=precision)
     (own,) = back((probs * (d_probs - delta[..., None]), d_v))
     if "sinks" in names:
-        sinks = named["sinks"].astype(lse.dtype)[None, :, None]
-        own["sinks"] = -(probabilities_of_sinks(sinks, lse) * delta).sum(axis=(0, 2))
+        own["sinks"] = gradients_of_sinks(named["sinks"], lse, delta)
     return own
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
+from pallas_attn._call.problem import AttentionInputs, gradients_of_sinks
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.launch import Floats, Launch, Offsets
@@ -86,7 +86,9 @@ def backward(split: Split, inputs: AttentionInputs, rows: Rows) -> Floats:
         back = jax.vjp(functools.partial(layout.scores_by_chunk, split), own)[1]
         gradients["bias"] = back(sums["bias"])[0]
     if inputs.sinks is not None:
-        gradients["sinks"] = _d_sinks(inputs.sinks, rows)
+        out, lse, d_out, d_lse = rows
+        delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
+        gradients["sinks"] = gradients_of_sinks(inputs.sinks, lse, delta)
     return gradients
 
 
@@ -126,14 +128,6 @@ def _added_from(total: Array, part: Array, start: Array) -> Array:
         return total + part
     columns = lax.dynamic_slice_in_dim(total, start, part.shape[3], 3)
     return lax.dynamic_update_slice_in_dim(total, columns + part, start, 3)
-
-
-def _d_sinks(sinks: Array, rows: Rows) -> Array:
-    """A sink is one more logit, of no value: its dS is P (0 - delta) where a row sees a key."""
-    out, lse, d_out, d_lse = rows
-    delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
-    p = probabilities_of_sinks(sinks.astype(lse.dtype)[None, :, None], lse)
-    return -jnp.where(lse == -jnp.inf, 0, p * delta).sum(axis=(0, 2))
 
 
 def _keys_of(split: Split, inputs: AttentionInputs) -> dict[str, Array]:

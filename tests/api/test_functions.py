@@ -618,3 +618,24 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
     assert result[1].dtype == jnp.bfloat16
     for got, want, tolerance in zip(result, wanted, (1e-4, 1e-2, 1e-4), strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.by_xla
+def test_a_score_without_a_value_past_the_last_row(monkeypatch):
+    """The last slab of rows is shorter, and no row past the end is computed in it."""
+    q, k, v = operands()
+    monkeypatch.setattr(by_rows, "ROWS", 5)
+    monkeypatch.setattr(by_rows, "RUNS", 1)
+
+    def hessian(implementation):
+        def loss(k):
+            score = pa.score_fn(lambda s, b, h, q, kv, last: s / (last - q), jnp.float32(T))
+            out = pa.flash_attention(q, k, v, score=score, implementation=implementation)
+            return (out**2).sum()
+
+        return jax.jvp(jax.grad(loss), (k,), (k,))[1]
+
+    want = hessian("reference")
+    monkeypatch.setitem(dispatch.TABLES, "flash_forward", (InPlaceOfAKernel("flash_forward"),))
+    monkeypatch.setitem(dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
+    np.testing.assert_allclose(hessian(None), want, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, gradients_of_sinks
 from pallas_attn.kernels.attention import (
     claims,
     functions,
@@ -134,13 +134,10 @@ def cotangents(
 
 
 def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
-    """The gradient of the sinks. A sink is one more logit with a probability of its own and no
-    value: its dS is P (0 - delta), in every row that sees a key.
-    """
+    """The gradient of the sinks."""
     sinks, lse = jnp.asarray(residuals.inputs.sinks), residuals.lse
     delta = stats.delta[:, :, : lse.shape[2]]
-    p = probabilities_of_sinks(sinks.astype(jnp.float32)[None, :, None], lse)
-    return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+    return gradients_of_sinks(sinks, lse, delta).astype(sinks.dtype)
 
 
 # ---- one launch for all three ------------------------------------------------------------------

@@ -475,7 +475,7 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: GroupWindowPlan) -> None:
 
 
 def _dsinks(sinks: Operand, stats: RowStatistics) -> jax.Array:
-    """The gradient of the sinks: `operands.dsinks`."""
+    """`gradients_of_sinks`, in base 2 and in the layout of these statistics."""
     _, heads, tiles, _ = stats.lse.shape
     of_heads = softmax.to_log2(sinks).reshape(1, heads, 1, 1, HEADS)
     sizes = -1, heads, tiles, QUERIES, HEADS
