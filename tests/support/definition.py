@@ -43,6 +43,7 @@ class Arithmetic(NamedTuple):
     out: Any = None  # read by tangents; None: their own
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
     of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
+    tanh: Callable[[Array], Array] | None = None  # for a softcap; None: `xp`'s
 
 
 SPREAD = 64.0  # factor of probabilities before they are rounded to float8
@@ -135,6 +136,11 @@ def towards_zero(a: Array, b: Array, some: int = 8) -> Array:
         lower = np.nextafter(near, np.float32(0))
         total = np.where(np.abs(near) > np.abs(exact), lower, near)
     return total
+
+
+def tanh_by_exponentials(x: Array) -> Array:
+    """tanh as a GPU computes it, which has an instruction for exponentials: off by 2e-7."""
+    return 1 - 2 / (np.exp(2 * x) + 1)
 
 
 def float8_scores(arguments: dict[str, Any]) -> Array:
@@ -303,7 +309,8 @@ def _forward(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     grouped = (*q.shape[:-1], k.shape[-2])  # [B, K, N / K, T, S]
     shape = (len(q), q.shape[1] * q.shape[2], *grouped[3:])  # [B, N, T, S]
-    logits, slope = _capped(arithmetic.scores(q, k.swapaxes(-1, -2)) * scale, softcap, xp)
+    tanh = arithmetic.tanh or xp.tanh
+    logits, slope = _capped(arithmetic.scores(q, k.swapaxes(-1, -2)) * scale, softcap, tanh)
     logits = logits.reshape(shape) + arrays.get("bias", 0)
     logits = xp.where(_seen(arrays, shape, mask, q_offset, xp), logits, -np.inf)
     probs, lse, sink = _softmax(logits, arrays.get("sinks"), xp)
@@ -332,11 +339,11 @@ def _by_position(x: Array) -> Array:
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, dim)
 
 
-def _capped(logits: Array, softcap: float | None, xp: ModuleType) -> tuple[Array, Any]:
+def _capped(logits: Array, softcap: float | None, tanh: Any) -> tuple[Array, Any]:
     """The logits, and their slope."""
     if softcap is None:
         return logits, 1
-    share = xp.tanh(logits / float(softcap))
+    share = tanh(logits / float(softcap))
     return float(softcap) * share, 1 - share * share
 
 

@@ -41,7 +41,7 @@ def draw(seed: int, tiny: bool) -> Listed:
     return Listed(**fields, listed=pick.choice((1, 7, 64, 90)), by_head=pick.random() < 0.7)
 
 
-def _lists(case: Listed, turn: int) -> np.ndarray:
+def lists_of(case: Listed, turn: int) -> np.ndarray:
     rng = np.random.default_rng((turn, 13, case.listed))
     shape = case.batch, case.kv_heads if case.by_head else 1, case.q_len, case.listed
     lists = rng.integers(-2, case.kv_len + 2, shape)
@@ -76,24 +76,29 @@ def _by_entries(times: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total[:, :, None]
 
 
+def wanted(case: Listed, options: dict[str, Any], plain: dict[str, Any], lists: np.ndarray) -> Any:
+    """`Round.expected` of a call."""
+    times = times_of(lists, case.kv_len)
+    times = np.repeat(times, case.kv_heads // times.shape[1], axis=1)
+    dense = plain | written_out(times, case.q_heads)
+    of_rows = functools.partial(_by_entries, times)
+    return functools.partial(fuzz.attention_expected, dense, options, of_rows=of_rows)
+
+
 def run(case: Listed, place: fuzz.Place, tally: fuzz.Tally) -> None:
     options = {name: x for name, x in case.options().items() if x is not None}
     options.pop("deterministic", None)
     function = subjects.forward_and_backward
     for turn in range(1) if place.lowered else fuzz.turns(place, tally):
         handed, plain = fuzz.attention_inputs(case, turn)
-        lists = _lists(case, turn)
+        lists = lists_of(case, turn)
         arguments = handed | options | {"kv_indices": jnp.asarray(lists)}
         if place.lowered:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("decode", function, arguments, generation, tally)
             return
-        times = times_of(lists, case.kv_len)
-        times = np.repeat(times, case.kv_heads // times.shape[1], axis=1)
-        dense = plain | written_out(times, case.q_heads)
-        of_rows = functools.partial(_by_entries, times)
-        wanted = functools.partial(fuzz.attention_expected, dense, options, of_rows=of_rows)
-        round_ = Round(function, arguments, functools.cache(wanted), turn)
+        expected = functools.cache(wanted(case, options, plain, lists))
+        round_ = Round(function, arguments, expected, turn)
         round_._replace(operation="decode").try_each(place, tally)
 
 
