@@ -82,7 +82,8 @@ _FIRST_CALL = """\
 Seconds of wall time in a fresh process, after imports and CUDA's start: `fwd` is causal over
 bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows; `layers`
 are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill` 512 rows of
-each. `again`: a second process with jax's persistent cache."""
+each. `again`: a second process with jax's persistent cache. `import`: of jax, and of pallas_attn
+after it."""
 _SWEPT = "sweep", "sweep_both"  # the forward; and with the backward
 _SWEEP = """\
 Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
