@@ -22,8 +22,7 @@ then K of each kv tile, from the last to the first; those of warpgroups 0 and 1 
 of V. The other columns of q have a buffer of their own. A block is filled again when its reader has
 released it.
 
-Warpgroup 2 computes the softmax of a tile under the scores of the next one, while warpgroups 0 and
-1 multiply the tile before by V.
+While warpgroup 2 computes the softmax of a tile, warpgroups 0 and 1 multiply the tile before by V.
 """
 
 import dataclasses
@@ -413,16 +412,9 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
         q = _queries(ctx, position)
         nothing = mosaic.filled((ROWS,), -jnp.inf)
         sums = Sums(nothing, mosaic.filled((ROWS, softmax.PARTIALS), 0.0), used)
-        product = functools.partial(_product, ctx, q, position)
-        weigh, count = functools.partial(_probabilities, ctx, rows), _count(rows.span)
+        step = functools.partial(_score_tile, ctx, rows, q, position)
 
-        def step(e: Index, carry: tuple[RegisterTile, Sums]) -> tuple[RegisterTile, Sums]:
-            return product(e, functools.partial(weigh, e - 1, *carry))
-
-        def tiles(sums: Sums) -> Sums:
-            return weigh(count - 1, *lax.fori_loop(1, count, step, product(0, lambda: sums)))
-
-        sums = lax.cond(count > 0, tiles, lambda sums: sums, sums)
+        sums = lax.fori_loop(0, _count(rows.span), step, sums)
         if smem.q is not None:
             plgpu.barrier_arrive(smem.q_free)
         _finish(ctx, turn, rows, sums)
@@ -445,11 +437,17 @@ def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
     return loaded
 
 
-def _probabilities(
-    ctx: KernelContext, rows: QueryRows, e: Index, s: RegisterTile, sums: Sums
+def _score_tile(
+    ctx: KernelContext,
+    rows: QueryRows,
+    q: list[RegisterTile],
+    position: Position,
+    e: Index,
+    sums: Sums,
 ) -> Sums:
-    """The probabilities of the e-th kv tile of a work tile."""
+    """The scores and probabilities of the e-th kv tile of a work tile."""
     plan, smem = ctx.plan, ctx.smem
+    s = _product(ctx, q, position, e)
     span, unit = rows.span, plan.logit_rules.unit
     t = span.hi - 1 - e
     masked = None if plan.sections - {"empty"} else False
@@ -467,29 +465,22 @@ def _probabilities(
 
 
 def _product(
-    ctx: KernelContext,
-    q: list[RegisterTile],
-    position: Position,
-    e: Index,
-    meanwhile: Callable[[], Sums],
-) -> tuple[RegisterTile, Sums]:
-    """q @ K^T of the e-th kv tile, and what is computed under it."""
+    ctx: KernelContext, q: list[RegisterTile], position: Position, e: Index
+) -> RegisterTile:
+    """q @ K^T; each block of K is released as soon as it has been multiplied."""
     blocks = [block for _, block in _key_blocks(ctx, position, e)]
     width = blocks_of(ctx.plan).width
-    early = len(blocks) // 2  # blocks that are released before that
 
-    def body(acc: RegisterTile) -> tuple[RegisterTile, Sums]:
+    def body(acc: RegisterTile) -> RegisterTile:
         for n, block in enumerate(blocks):
             block.wait()
             rest = pl.ds((n - len(q)) * width, width)
             rows = q[n] if n < len(q) else ctx.smem.q.at[:, rest]
             plgpu.wgmma(acc, rows, block.ref.transpose((1, 0)))
         for n, block in enumerate(blocks):
-            if n == early:
-                sums = meanwhile()
             plgpu.wgmma_wait(len(blocks) - 1 - n)
             block.release()
-        return acc[...], sums
+        return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((ROWS, KEYS), jnp.float32))
 
