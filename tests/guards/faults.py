@@ -835,8 +835,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "wide_keys_are_loaded_over_keys_that_are_read": Fault(
         f"{FWD}/sm90_wide.py",
-        "block.acquire(number >= blocks.k_ring)",
-        "block.acquire(number > blocks.k_ring)",
+        "block.acquire(number >= ctx.plan.config.k_ring)",
+        "block.acquire(number > ctx.plan.config.k_ring)",
         "tests/kernels/flash_fwd/test_wide.py -k interpreted",
     ),
     "keys_of_a_group_are_loaded_over_keys_that_are_read": Fault(

@@ -427,7 +427,7 @@ KERNELS = (
         "columns": (hard(dtype="float32"), fwd_sm80.Config(1, 32, columns=32)),
     }, at(fwd_sm80.Config(block_kv=64, stages=2))),
     Row("flash_fwd.sm90_wide", forward, {
-        "plain": (hard(**WIDE), test_wide.ODD),
+        "plain": (hard(**WIDE), fwd_wide.Config(grid=2, k_ring=4, v_ring=3)),
         "sinks": (endless(LARGE), test_wide.ROUND),
     }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), fwd_wide.Config(grid=2))}),
     Row("flash_fwd.sm90_group_window", forward, *windows(test_group_window)),

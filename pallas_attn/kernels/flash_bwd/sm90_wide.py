@@ -24,8 +24,8 @@ Warpgroups, and the barriers that they arrive at:
 
 Shared memory:
   held     the columns of the held arrays that are not in registers, for a whole work tile
-  ring     blocks of 64 rows by 64 or 128 columns: the first columns of the first held array, on
-           their way to registers, then the streamed arrays of each tile
+  ring     blocks of 64 rows by 128 columns: the first columns of the first held array, on their
+           way to registers, then the streamed arrays of each tile
   values   blocks of 32 rows by half of the columns, of warpgroups 0 and 1
   weights  weights of two tiles, alternately
   stats    lse and delta of the query rows of two tiles, where work tiles are keys
@@ -72,7 +72,6 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import KeyTiling, WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
-from pallas_attn.kernels.flash_fwd.sm90_wide import ROOM, block_width, in_swizzles
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late
@@ -87,12 +86,13 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 
-WIDEST = 128  # columns of an accumulator, if they divide those of a warpgroup
+WIDTH = 128  # columns of a block of the ring, and at most of an accumulator
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
-IN_REGISTERS = 256  # columns of the first held array that are in registers, at most
+IN_REGISTERS = 2  # blocks of the first held array that are in registers, at most
 SLOTS = 2  # tiles whose weights and row statistics are in shared memory
+ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
 REGISTERS = (160, 168, 24)
 SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
@@ -154,8 +154,9 @@ DQ = Gradient("dq", ("q", "do"), ("k", "v"), "k", is_of_keys=False)
 
 
 def columns_of(problem: AttentionProblem, name: str) -> int:
-    """Columns of an array in global memory."""
-    return in_swizzles(problem.head_dim if name in ("q", "k") else problem.v_head_dim)
+    """Columns of an array in global memory: whole blocks of the ring."""
+    dim = problem.head_dim if name in ("q", "k") else problem.v_head_dim
+    return tma_operands.round_up(dim, WIDTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,23 +168,10 @@ class Buffers:
     gradient: Gradient
 
     @property
-    def dims(self) -> list[int]:
-        """Head dims of the held arrays."""
-        return [self.problem.head_dim, self.problem.v_head_dim][: len(self.gradient.held)]
-
-    @property
-    def width(self) -> int:
-        """Columns of a block of the ring."""
-        return block_width(*self.dims)
-
-    @property
-    def block_bytes(self) -> int:
-        return 2 * ROWS * self.width
-
-    @property
     def products(self) -> list[int]:
         """Blocks of columns that S takes, and dP."""
-        return [in_swizzles(dim) // self.width for dim in self.dims]
+        dims = self.problem.head_dim, self.problem.v_head_dim
+        return [pl.cdiv(dim, WIDTH) for dim in dims[: len(self.gradient.held)]]
 
     @property
     def step_blocks(self) -> int:
@@ -193,7 +181,7 @@ class Buffers:
     @property
     def in_registers(self) -> int:
         """Blocks of the first held array that are in registers."""
-        return min(IN_REGISTERS // self.width, self.products[0])
+        return min(IN_REGISTERS, self.products[0])
 
     @property
     def in_smem(self) -> int:
@@ -207,8 +195,8 @@ class Buffers:
 
     @property
     def acc_columns(self) -> int:
-        """Columns of each accumulator of these; of 160 or 192 columns there is one."""
-        return self.out_columns if self.out_columns % WIDEST else WIDEST
+        """Columns of each accumulator of these."""
+        return self.out_columns // pl.cdiv(self.out_columns, WIDTH)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -223,13 +211,13 @@ class Buffers:
     @property
     def room(self) -> int:
         """Bytes for the ring and the value array."""
-        held = self.block_bytes * self.in_smem
+        held = 2 * ROWS * WIDTH * self.in_smem
         return ROOM - held - 2 * ROWS * ROWS * SLOTS - 1024
 
     @property
     def value_blocks(self) -> int:
         """Blocks of the value array that each of two warpgroups has: all of a tile, or one."""
-        streamed = self.block_bytes * self.step_blocks
+        streamed = 2 * ROWS * WIDTH * self.step_blocks
         return PARTS if self.room - HALVES * PARTS * self.value_bytes >= streamed else 1
 
     @property
@@ -238,12 +226,12 @@ class Buffers:
         if self.config.ring:
             return self.config.ring
         rest = self.room - HALVES * self.value_blocks * self.value_bytes
-        return min(rest // self.block_bytes, 3 * max(self.products))
+        return min(rest // (2 * ROWS * WIDTH), 3 * max(self.products))
 
 
 class WideSmem(NamedTuple):
-    held: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
-    ring: SmemRef  # [ring, ROWS, width]
+    held: SmemRef  # [blocks, ROWS, WIDTH]; None: all columns are in registers
+    ring: SmemRef  # [ring, ROWS, WIDTH]
     values: SmemRef  # [HALVES * value_blocks, PART, out_columns]
     weights: SmemRef  # [SLOTS * PARTS, ROWS, PART]
     stats: SmemRef  # float32[SLOTS, 2, ROWS]: lse and delta; None where work tiles are queries
@@ -264,10 +252,10 @@ def scratch(buffers: Buffers) -> WideSmem:
     slots, each = functools.partial(barrier, num_barriers=SLOTS), buffers.value_blocks * HALVES
     if buffers.ring < (least := max(buffers.products)):
         raise ValueError(f"Config.ring must be at least {least}, a tile, for {buffers.problem}")
-    held = buffers.in_smem, ROWS, buffers.width
+    held = mosaic.swizzled((buffers.in_smem, ROWS, WIDTH), dtype, 128) if buffers.in_smem else None
     return WideSmem(
-        held=mosaic.swizzled(held, dtype, 128) if buffers.in_smem else None,
-        ring=mosaic.swizzled((buffers.ring, ROWS, buffers.width), dtype, 128),
+        held=held,
+        ring=mosaic.swizzled((buffers.ring, ROWS, WIDTH), dtype, 128),
         values=mosaic.swizzled((each, PART, buffers.out_columns), dtype, 2 * PART),
         weights=mosaic.swizzled((SLOTS * PARTS, ROWS, PART), dtype, 2 * PART),
         stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if buffers.gradient.is_of_keys else None,
@@ -337,7 +325,7 @@ def _produce(wide: WideContext, block_id: Index) -> None:
         work, position = wide_rows.rows_of(ctx, code), Position(n, tiles_before)
         for block in range(buffers.in_registers):
             number = position.held_block(buffers, block)
-            fill(number, buffers.gradient.held[0], work.rows, block * buffers.width)
+            fill(number, buffers.gradient.held[0], work.rows, block * WIDTH)
         _load_held(wide, work, n)
 
         def step(i: Index, tiles: Index) -> Index:
@@ -356,7 +344,7 @@ def _produce(wide: WideContext, block_id: Index) -> None:
 def _columns(buffers: Buffers, names: Sequence[str]) -> list[tuple[str, int]]:
     """(name, first column) of the blocks of arrays whose products are S and dP."""
     return [
-        (name, n * buffers.width)
+        (name, n * WIDTH)
         for name, count in zip(names, buffers.products, strict=True)
         for n in range(count)
     ]
@@ -703,7 +691,7 @@ def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
     """The operands of the launches for dV and dK. XLA pads q, k, v and dO where T or S is above 8
-    and no multiple of 8, or `in_swizzles` adds columns.
+    and no multiple of 8, or a head dim no multiple of 128.
     """
     problem, inputs = plan.problem, residuals.inputs
     fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()
@@ -717,7 +705,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs. XLA cuts them where T or S is
-    no multiple of 64, or `in_swizzles` adds columns.
+    no multiple of 64, or a head dim none of 128.
     """
     residuals, plan = Residuals(*residuals), key_plan(problem, config)
     inputs = residuals.inputs

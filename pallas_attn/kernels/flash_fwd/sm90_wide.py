@@ -16,18 +16,16 @@ Warpgroups, and the barriers that they arrive at:
         `factor_ready`
   3     the producer: `k_ready`, `v_ready`, `q_ready`
 
-Shared memory: warpgroups 0, 1 and 2 have a ring each, of blocks of 64 rows by some columns
-(`Blocks`). The ring of warpgroup 2 holds the first columns of q, on their way to registers, and
-then K of each kv tile, from the last to the first; those of warpgroups 0 and 1 hold their columns
-of V. The other columns of q have a buffer of their own. A block is filled again when its reader has
-released it.
+Shared memory: warpgroups 0, 1 and 2 have a ring each, of blocks of 64 rows by 128 columns. The ring
+of warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
+from the last to the first; those of warpgroups 0 and 1 hold their columns of V. The other columns
+of q have a buffer of their own. A block is filled again when its reader has released it.
 
 While warpgroup 2 computes the softmax of a tile, warpgroups 0 and 1 multiply the tile before by V.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,12 +61,12 @@ from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 KEYS = 64  # keys of a kv tile
-WIDEST = 128  # columns of a block, if they divide the head dim
-SWIZZLE = 64  # columns of a swizzle of 128 bytes
-IN_REGISTERS = 256  # columns of q that stay in registers, at most
+WIDTH = 128  # columns of a block of the ring
+V_DIM = 512
 V_WARPGROUPS, SCORES, PRODUCER = 2, 2, 3
+V_BLOCKS = V_DIM // WIDTH // V_WARPGROUPS  # blocks of V of a warpgroup
+IN_REGISTERS = 2  # largest number of blocks of q that stay in registers
 P_SLOTS = 2
-ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 OUT_WIDTH = 32  # columns of the output that a warpgroup stores at a time
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
 REGISTERS = (160, 168, 24)
@@ -79,10 +77,8 @@ SUPPORTED = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "
 class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
-    # Blocks of the ring of warpgroup 2, and of each of warpgroups 0 and 1; a tile at least. 0: two
-    # tiles of V where a tile of K has room beside them, else one; and up to three of K.
-    k_ring: int = 0
-    v_ring: int = 0
+    k_ring: int = 6  # blocks of the ring of warpgroup 2
+    v_ring: int = 2  # blocks of the rings of warpgroups 0 and 1
     grid: int = MULTIPROCESSORS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
@@ -91,8 +87,8 @@ class Config(OneForAll):
     def __post_init__(self) -> None:
         check(
             self,
-            k_ring=(self.k_ring >= 0, "at least 0"),
-            v_ring=(self.v_ring >= 0, "at least 0"),
+            k_ring=(self.k_ring >= 1, "at least 1"),
+            v_ring=(self.v_ring >= V_BLOCKS, f"at least {V_BLOCKS}"),
             grid=(self.grid >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
         )
@@ -100,7 +96,7 @@ class Config(OneForAll):
 
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := tiles.limit(problem, tma_operands.WIDEST)) is not None:
+    if (refused := tiles.limit(problem, V_DIM)) is not None:
         return refused
     other = "leave implementation=None"
     if problem.dtype == "float32":
@@ -118,86 +114,10 @@ def limit(problem: AttentionProblem) -> Limit | None:
 # ---- shared memory -------------------------------------------------------------------------------
 
 
-def in_swizzles(dim: int) -> int:
-    """Columns of an array in global memory for a head dim. ptxas has no registers for accumulators
-    of 224 columns, half of 448.
-    """
-    return tma_operands.round_up(dim, SWIZZLE if dim <= 6 * SWIZZLE else WIDEST)
-
-
-def block_width(*dims: int) -> int:
-    """Columns of the blocks of rows of these head dims: as many as divide all of them."""
-    return math.gcd(WIDEST, *map(in_swizzles, dims))
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The blocks of a problem in shared memory."""
-
-    problem: AttentionProblem
-    config: Config
-
-    @property
-    def width(self) -> int:
-        """Columns of a block of q or K."""
-        return block_width(self.problem.head_dim)
-
-    @property
-    def of_k(self) -> int:
-        """Blocks of a tile of K, or of q."""
-        return in_swizzles(self.problem.head_dim) // self.width
-
-    @property
-    def of_q(self) -> int:
-        """Blocks of q that stay in registers."""
-        return min(self.of_k, IN_REGISTERS // self.width)
-
-    @property
-    def q_in_smem(self) -> int:
-        """Columns of q that lie in shared memory."""
-        return (self.of_k - self.of_q) * self.width
-
-    @property
-    def v_columns(self) -> int:
-        """Columns of V, and of the output, that each of two warpgroups has."""
-        return in_swizzles(self.problem.v_head_dim) // V_WARPGROUPS
-
-    @property
-    def v_width(self) -> int:
-        """Columns of a block of V, and of an accumulator: of 160 or 192 columns there is one."""
-        return self.v_columns if self.v_columns % WIDEST else WIDEST
-
-    @property
-    def of_v(self) -> int:
-        """Blocks of a tile of V that each warpgroup has."""
-        return self.v_columns // self.v_width
-
-    @property
-    def room(self) -> int:
-        """Bytes for the rings."""
-        others = ROWS * self.q_in_smem, P_SLOTS * ROWS * KEYS, V_WARPGROUPS * ROWS * OUT_WIDTH
-        return ROOM - 2 * sum(others) - 1024 * (P_SLOTS + 1)  # and what rows have
-
-    @property
-    def v_ring(self) -> int:
-        if self.config.v_ring:
-            return self.config.v_ring
-        of_k, of_v = in_swizzles(self.problem.head_dim), V_WARPGROUPS * self.v_columns
-        both = 2 * KEYS * (of_k + 2 * of_v)
-        return (2 if both <= self.room else 1) * self.of_v
-
-    @property
-    def k_ring(self) -> int:
-        if self.config.k_ring:
-            return self.config.k_ring
-        rest = self.room - 2 * KEYS * V_WARPGROUPS * self.v_ring * self.v_width
-        return min(rest // (2 * KEYS * self.width), 3 * self.of_k)
-
-
 class WideSmem(NamedTuple):
     q: SmemRef  # [ROWS, ..]: the columns that are not in registers; None if there are none
-    k: SmemRef  # [k_ring, KEYS, width]
-    v: SmemRef  # [V_WARPGROUPS * v_ring, KEYS, v_width]
+    k: SmemRef  # [k_ring, KEYS, WIDTH]
+    v: SmemRef  # [V_WARPGROUPS * v_ring, KEYS, WIDTH]
     p: SmemRef  # [P_SLOTS, ROWS, KEYS]: probabilities of two tiles, alternately
     out: SmemRef  # [V_WARPGROUPS, ROWS, OUT_WIDTH]
     row_max: SmemRef  # float32[P_SLOTS, ROWS]: the row max that probabilities are relative to
@@ -214,37 +134,38 @@ class WideSmem(NamedTuple):
     factor_free: Barrier
 
 
-def blocks_of(plan: QueryPlan) -> Blocks:
-    return Blocks(plan.problem, plan.config)
+def k_blocks(plan: QueryPlan) -> int:
+    """Blocks of columns in a tile of K, or of q."""
+    return pl.cdiv(plan.problem.head_dim, WIDTH)
+
+
+def _q_in_smem(plan: QueryPlan) -> int:
+    """Columns of q that lie in shared memory."""
+    return max(k_blocks(plan) - IN_REGISTERS, 0) * WIDTH
 
 
 def scratch(plan: QueryPlan) -> WideSmem:
     """Shared memory, described once: `run` allocates it, `smem_bytes` adds up its bytes."""
-    blocks, dtype, barrier = blocks_of(plan), plan.problem.dtype, plgpu.Barrier
-    for name, ring, least in (
-        ("k_ring", blocks.k_ring, blocks.of_k),
-        ("v_ring", blocks.v_ring, blocks.of_v),
-    ):
-        if ring < least:
-            raise ValueError(
-                f"Config.{name} must be at least {least}, a kv tile, for {plan.problem}"
-            )
-    q, of_v = (ROWS, blocks.q_in_smem), V_WARPGROUPS * blocks.v_ring
-    swizzle = tma_operands.swizzle_of(2 * blocks.v_width)  # matmuls want the same one for P
+    config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
+    columns = _q_in_smem(plan)
+    if config.k_ring < k_blocks(plan):
+        raise ValueError(
+            f"Config.k_ring must be at least {k_blocks(plan)}, a kv tile, for {plan.problem}"
+        )
     return WideSmem(
-        q=mosaic.swizzled(q, dtype, 128) if blocks.q_in_smem else None,
-        k=mosaic.swizzled((blocks.k_ring, KEYS, blocks.width), dtype, 128),
-        v=mosaic.swizzled((of_v, KEYS, blocks.v_width), dtype, swizzle),
-        p=mosaic.swizzled((P_SLOTS, ROWS, KEYS), dtype, swizzle),
+        q=mosaic.swizzled((ROWS, columns), dtype, 128) if columns else None,
+        k=mosaic.swizzled((config.k_ring, KEYS, WIDTH), dtype, 128),
+        v=mosaic.swizzled((V_WARPGROUPS * config.v_ring, KEYS, WIDTH), dtype, 128),
+        p=mosaic.swizzled((P_SLOTS, ROWS, KEYS), dtype, 128),
         out=mosaic.swizzled((V_WARPGROUPS, ROWS, OUT_WIDTH), dtype, 2 * OUT_WIDTH),
         row_max=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         factor=plgpu.SMEM((ROWS,), jnp.float32),
         q_ready=barrier(),
         q_free=barrier(),
-        k_ready=barrier(num_barriers=blocks.k_ring),
-        k_free=barrier(num_barriers=blocks.k_ring),
-        v_ready=barrier(num_barriers=of_v),
-        v_free=barrier(num_barriers=of_v),
+        k_ready=barrier(num_barriers=config.k_ring),
+        k_free=barrier(num_barriers=config.k_ring),
+        v_ready=barrier(num_barriers=V_WARPGROUPS * config.v_ring),
+        v_free=barrier(num_barriers=V_WARPGROUPS * config.v_ring),
         p_ready=barrier(num_barriers=P_SLOTS),
         p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
         factor_ready=barrier(),
@@ -272,30 +193,34 @@ class Position(NamedTuple):
 
     def after(self, ctx: KernelContext, kv_tiles: Index) -> "Position":
         """The position of the next work tile."""
-        blocks = blocks_of(ctx.plan)
-        return Position(self.k + blocks.of_q + kv_tiles * blocks.of_k, self.tiles + kv_tiles)
+        blocks = k_blocks(ctx.plan)
+        return Position(self.k + _q_blocks(ctx.plan) + kv_tiles * blocks, self.tiles + kv_tiles)
+
+
+def _q_blocks(plan: QueryPlan) -> int:
+    """Blocks of q that stay in registers."""
+    return min(k_blocks(plan), IN_REGISTERS)
 
 
 def _k_block(ctx: KernelContext, number: Index) -> Block:
-    smem, slot = ctx.smem, lax.rem(number, jnp.int32(blocks_of(ctx.plan).k_ring))
+    smem, slot = ctx.smem, lax.rem(number, jnp.int32(ctx.plan.config.k_ring))
     return Block(smem.k.at[slot], smem.k_ready.at[slot], smem.k_free.at[slot])
 
 
 def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[Index, Block]]:
     """K of the e-th kv tile of a work tile: its blocks, numbered since the launch began."""
-    blocks = blocks_of(ctx.plan)
-    first = position.k + blocks.of_q + e * blocks.of_k
-    return [(first + n, _k_block(ctx, first + n)) for n in range(blocks.of_k)]
+    count = k_blocks(ctx.plan)
+    first = position.k + _q_blocks(ctx.plan) + e * count
+    return [(first + n, _k_block(ctx, first + n)) for n in range(count)]
 
 
 def _value_blocks(
     ctx: KernelContext, position: Position, e: Index, wg: Index
 ) -> list[tuple[Index, Block]]:
     """V of the e-th kv tile in a warpgroup's columns, likewise."""
-    sizes, smem, blocks = blocks_of(ctx.plan), ctx.smem, []
-    ring, of_tile = sizes.v_ring, sizes.of_v
-    for n in range(of_tile):
-        number = (position.tiles + e) * of_tile + n
+    smem, ring, blocks = ctx.smem, ctx.plan.config.v_ring, []
+    for n in range(V_BLOCKS):
+        number = (position.tiles + e) * V_BLOCKS + n
         slot = wg * ring + lax.rem(number, jnp.int32(ring))
         block = Block(smem.v.at[slot], smem.v_ready.at[slot], smem.v_free.at[slot])
         blocks.append((number, block))
@@ -317,7 +242,6 @@ def _count(span: Span) -> Index:
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:
     """Loads q, K and V of all work tiles."""
-    blocks = blocks_of(ctx.plan)
 
     def one_tile(turn: Turn, position: Position) -> Position:
         rows = _rows_of(ctx, turn)
@@ -327,8 +251,8 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         @pl.loop(0, count)
         def _(e: Index) -> None:
             for n, (number, block) in enumerate(_key_blocks(ctx, position, e)):
-                block.acquire(number >= blocks.k_ring)
-                _load_block(ctx, tile, ("k", last - e, n * blocks.width), block)
+                block.acquire(number >= ctx.plan.config.k_ring)
+                _load_block(ctx, tile, ("k", last - e, n), block)
             _load_values(ctx, tile, last - e, e, position)
 
         return position.after(ctx, count)
@@ -346,16 +270,16 @@ def _for_each_tile(
 
 def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position) -> None:
     """Loads the rows of q: the first columns to the ring, the others to their buffer."""
-    refs, smem, blocks = ctx.refs, ctx.smem, blocks_of(ctx.plan)
+    plan, refs, smem = ctx
     where = tile.batch, pl.ds(tile.row, ROWS), tile.head
-    for n in range(blocks.of_q):
+    for n in range(_q_blocks(plan)):
         block = _k_block(ctx, position.k + n)
-        block.acquire(position.k + n >= blocks.k_ring)
-        source = refs.q.at[(*where, pl.ds(n * blocks.width, blocks.width))]
+        block.acquire(position.k + n >= plan.config.k_ring)
+        source = refs.q.at[(*where, pl.ds(n * WIDTH, WIDTH))]
         plgpu.copy_gmem_to_smem(source, block.ref, block.ready)
-    if blocks.q_in_smem:
+    if columns := _q_in_smem(plan):
         pl.when(turn.index > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-        source = refs.q.at[(*where, pl.ds(blocks.of_q * blocks.width, blocks.q_in_smem))]
+        source = refs.q.at[(*where, pl.ds(IN_REGISTERS * WIDTH, columns))]
         plgpu.copy_gmem_to_smem(source, smem.q, smem.q_ready)
 
 
@@ -366,15 +290,12 @@ def _load_values(
     the length.
     """
 
-    blocks = blocks_of(ctx.plan)
-
     def load(name: str, t: Index) -> None:
-        for n in range(blocks.of_v):
+        for n in range(V_BLOCKS):
             for wg in range(V_WARPGROUPS):
                 number, block = _value_blocks(ctx, position, e, jnp.int32(wg))[n]
-                block.acquire(number >= blocks.v_ring)
-                column = (wg * blocks.of_v + n) * blocks.v_width
-                _load_block(ctx, tile, (name, t, column), block)
+                block.acquire(number >= ctx.plan.config.v_ring)
+                _load_block(ctx, tile, (name, t, wg * V_BLOCKS + n), block)
 
     if "kv_lengths" not in ctx.plan.problem.arrays:
         return load("v", t)
@@ -386,11 +307,10 @@ def _load_values(
 def _load_block(
     ctx: KernelContext, tile: WorkTile, what: tuple[str, Index, int], block: Block
 ) -> None:
-    """Loads a block of columns; `what`: name of the array, kv tile, first column."""
-    (name, t, column), plan = what, ctx.plan
+    """Loads a block of columns; `what`: name of the array, kv tile, number of the block."""
+    (name, t, n), plan = what, ctx.plan
     head, ref = lax.div(tile.head, jnp.int32(plan.problem.group)), getattr(ctx.refs, name)
-    columns = pl.ds(column, block.ref.shape[-1])
-    source = ref.at[tile.batch, pl.ds(t * KEYS, KEYS), head, columns]
+    source = ref.at[tile.batch, pl.ds(t * KEYS, KEYS), head, pl.ds(n * WIDTH, WIDTH)]
     plgpu.copy_gmem_to_smem(source, block.ref, block.ready)
 
 
@@ -426,7 +346,7 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
 def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
     """Reads the columns of q that stay in registers."""
     loaded = []
-    for n in range(blocks_of(ctx.plan).of_q):
+    for n in range(_q_blocks(ctx.plan)):
         block = _k_block(ctx, position.k + n)
         block.wait()
         loaded.append(plgpu.load(block.ref, layout=mosaic.TILE))
@@ -469,12 +389,11 @@ def _product(
 ) -> RegisterTile:
     """q @ K^T; each block of K is released as soon as it has been multiplied."""
     blocks = [block for _, block in _key_blocks(ctx, position, e)]
-    width = blocks_of(ctx.plan).width
 
     def body(acc: RegisterTile) -> RegisterTile:
         for n, block in enumerate(blocks):
             block.wait()
-            rest = pl.ds((n - len(q)) * width, width)
+            rest = pl.ds((n - IN_REGISTERS) * WIDTH, WIDTH)
             rows = q[n] if n < len(q) else ctx.smem.q.at[:, rest]
             plgpu.wgmma(acc, rows, block.ref.transpose((1, 0)))
         for n, block in enumerate(blocks):
@@ -506,18 +425,18 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
 class Output(NamedTuple):
     """A warpgroup's columns of the output, before the division by row sums."""
 
-    accs: tuple[RegisterTile, ...]  # [ROWS, v_width] each
+    accs: tuple[RegisterTile, ...]  # [ROWS, WIDTH] each
     row_max: RegisterTile  # [ROWS]: the row max that they are relative to
     used: Index  # the same as `Sums.used`
 
 
 def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
     """Warpgroup 0 or 1: P V of all tiles in its half of the columns, and the store."""
-    smem, none, sizes = ctx.smem, jnp.int32(0), blocks_of(ctx.plan)
+    smem, none = ctx.smem, jnp.int32(0)
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
         (position, used), rows = carry, _rows_of(ctx, turn)
-        accs = tuple(mosaic.filled((ROWS, sizes.v_width), 0.0) for _ in range(sizes.of_v))
+        accs = tuple(mosaic.filled((ROWS, WIDTH), 0.0) for _ in range(V_BLOCKS))
         out = Output(accs, mosaic.filled((ROWS,), -jnp.inf), used)
 
         def one_kv_tile(e: Index, out: Output) -> Output:
@@ -567,14 +486,13 @@ def _weigh_tile(ctx: KernelContext, blocks: list[Block], out: Output) -> Output:
 def _store(ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTile]) -> None:
     """Stores a warpgroup's columns of the output, OUT_WIDTH at a time, through shared memory."""
     refs, tile, staged = ctx.refs, rows.tile, ctx.smem.out.at[wg]
-    blocks = blocks_of(ctx.plan)
     for n, acc in enumerate(accs):
-        for column in range(0, blocks.v_width, OUT_WIDTH):
+        for column in range(0, WIDTH, OUT_WIDTH):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             part = lax.slice(acc, (0, column), (ROWS, column + OUT_WIDTH))
             staged[...] = part.astype(staged.dtype)
             plgpu.commit_smem()
-            first = (wg * blocks.of_v + n) * blocks.v_width + column
+            first = (wg * V_BLOCKS + n) * WIDTH + column
             where = tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(first, OUT_WIDTH)
             plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
 
@@ -609,13 +527,12 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. XLA pads q, k and v where T or
-    S is above 8 and no multiple of 8, or `in_swizzles` adds columns.
+    S is above 8 and no multiple of 8, H is no multiple of 128, or Hv is not 512.
     """
     plan = plan_of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
-    columns = in_swizzles(problem.v_head_dim)
     out_type = (
-        shape((problem.batch, rows, problem.q_heads, columns), problem.dtype),
+        shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),
         shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, PRODUCER + 1)
@@ -627,10 +544,11 @@ def run(
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     problem = plan.problem
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    for name in ("q", "k", "v"):
-        rows, dim = (x := getattr(inputs, name)).shape[1::2]
-        sizes = {1: tma_operands.rows_in_tma(rows), 3: in_swizzles(dim)}
-        fields[name] = tma_operands.padded(x, sizes)
+    for name, width in (("q", k_blocks(plan) * WIDTH), ("k", k_blocks(plan) * WIDTH), ("v", V_DIM)):
+        array = getattr(inputs, name)
+        fields[name] = tma_operands.padded(
+            array, {1: tma_operands.rows_in_tma(array.shape[1]), 3: width}
+        )
     fields |= tile_scheduler.operands(plan, inputs)
     if "kv_lengths" in problem.arrays:
         fields["v_edge"] = tma_operands.edge(fields["v"], jnp.asarray(inputs.kv_lengths), KEYS)
