@@ -12,6 +12,7 @@ import inspect
 import io
 import pathlib
 import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ ALL_PAGES = [*PAGES, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTI
 SUPPORT = ROOT / "docs" / "support.md"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
+SETTINGS_OF_CACHE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 PROGRAMS = {
     f"{page.name} {number}": program
     for page in PAGES
@@ -49,10 +55,19 @@ PROGRAMS = {
 
 @functools.cache
 def executed(name):
-    """(names that a program of the pages has bound, its output)"""
+    """(names that a program of the pages has bound, its output). A program may write into its
+    folder, and set up jax's cache.
+    """
     scope, printed = {}, io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    before = {key: getattr(jax.config, key) for key in SETTINGS_OF_CACHE}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+    ):
         exec(compile(PROGRAMS[name], name, "exec"), scope)
+        for key, value in before.items():
+            jax.config.update(key, value)
     return scope, printed.getvalue()
 
 
