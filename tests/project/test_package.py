@@ -408,7 +408,7 @@ def test_the_oldest_jax_is_the_same_everywhere():
         "README.md": f"with JAX {oldest}, the oldest",
         "CONTRIBUTING.md": f"'jax=={oldest}' 'jaxlib=={oldest}'",
         "docs/architecture.md": f"JAX >= {oldest}",
-        "docs/testing.md": f"oldest\njax ({oldest})",
+        "docs/testing.md": f"oldest jax ({oldest})",
         "docs/support.md": f"| {pa.__version__} | {_jax_versions.TESTED} |",
     }.items():
         assert text in (ROOT.parent / name).read_text(), name
