@@ -65,9 +65,11 @@ def executed(name):
         contextlib.chdir(folder),
         contextlib.redirect_stdout(printed),
     ):
-        exec(compile(PROGRAMS[name], name, "exec"), scope)
-        for key, value in before.items():
-            jax.config.update(key, value)
+        try:
+            exec(compile(PROGRAMS[name], name, "exec"), scope)
+        finally:
+            for key, value in before.items():
+                jax.config.update(key, value)
     return scope, printed.getvalue()
 
 

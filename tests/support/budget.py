@@ -192,8 +192,10 @@ def _narrow(
     if grids is MANY_GRIDS:
         scores = definition.towards_zero if tensor_cores else definition.one_by_one
         kinds.append(kinds[0]._replace(scores=scores))
-        if narrow == "tf32":  # a row's one score may be near by chance in TF32
-            kinds += [kind._replace(score=kind.value) for kind in kinds]  # 16 bits are as good
+        if narrow == "tf32":
+            # Portable kernels have scores of 16 bits. A row's only score may be near by chance in
+            # TF32: then naive runs by TF32 alone say too little.
+            kinds += [kind._replace(score=kind.value) for kind in kinds]
     return kinds
 
 
